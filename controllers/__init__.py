@@ -47,7 +47,7 @@ def make_controller(
         seed: Seed of its random generator.
         prior: Calibration prior of the exit head, for the controllers that calibrate. None: the
             default prior.
-        value: Costs and worth that it shares with other rules. None: it makes them.
+        value: Costs and worth shared with other rules. None: the controller makes them.
         kinds: The controllers to choose from, by name.
 
     Raises:

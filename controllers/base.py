@@ -108,10 +108,10 @@ class Controller:
     never observed.
 
     Attributes:
-        value: Costs and worth of rounds, if the controller needs them. It is an observer of its
-            own, because other rules may share it. Set at the beginning.
+        value: Costs and worth of rounds, if the controller needs them. It is a separate observer,
+            because other rules may share it. Set at the beginning.
         steps_at_once: Steps of a chain that a device may run before it waits for the controller's
-            answer. 0: one.
+            answer. 0 means one step.
     """
 
     steps_at_once: ClassVar[int] = 0

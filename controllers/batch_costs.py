@@ -12,7 +12,7 @@ SLOTS = 1024.0
 FORGETTING = 0.98
 """Weight of a sample in the line, for each later one."""
 PRIOR_WEIGHT = 1e-3
-"""Ridge penalty on changes of the line, for parts that no call tells apart."""
+"""Ridge penalty on changes of the line, for parts that no call can distinguish."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3
@@ -33,15 +33,15 @@ class BatchCosts:
 
     The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the
     weights, computing nodes, reading caches, attention. Kernels take nodes in blocks, so each N
-    that was seen has a factor: what its calls took, over what the line says of them. Between such N
+    that was seen has a factor: the time of its calls over the line's estimate. Between these N,
     factors are interpolated.
     """
 
     def __init__(self) -> None:
         self._line = np.zeros(4)
         self._moments = np.zeros((5, 5))
-        """Of the features over the seconds, and 1: relative errors count, or the largest calls
-        would decide alone."""
+        """Moments of the features over the seconds, and 1. Relative errors count, because with
+        absolute errors the largest calls would dominate."""
         self._seen: dict[int, tuple[float, NDArray[np.float64]]] = {}
         """By N: the samples, and the means of their features and seconds, at a pace of 1 [5]."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)

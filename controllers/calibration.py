@@ -43,8 +43,8 @@ class Calibrator:
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
     gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
 
-    ``shared`` is a calibrator with the same a and s: labels of both teach them. Their b is taken as
-    independent of a and s.
+    ``shared`` is a calibrator with the same a and s, which learn from the labels of both. Their b
+    is taken as independent of a and s.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Calibrator:
         self._offset = [b + gb * step, ab, sb, bb - gb * gb * shrink]
 
     def advance(self) -> None:
-        """Let a, s and b drift: one round has passed. With ``shared`` only b, as a and s are the
-        other's."""
+        """Let a, s and b drift: one round has passed. With ``shared`` only b drifts here, because a
+        and s belong to the other calibrator."""
         model = self._model
         offset = self._offset
         prior = self._prior

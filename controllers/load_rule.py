@@ -84,7 +84,7 @@ class LoadRule:
         self._lately: dict[int, tuple[float, float, float]] = {}
         """Tokens, seconds and number of the last rounds, by rows."""
         self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-        """By rows, what :meth:`_curves` gave since the costs were computed."""
+        """Results of :meth:`_curves` since the costs were computed, by rows."""
         self.rows = 1
         self._rounds = 0
         self.first = FIRST_RIGHT / FIRST_LABELS

@@ -17,7 +17,7 @@ PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wan
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
 LONGEST_MATCH = 32
 MOST_TIMES = 8
-"""Bounds of the features: beyond them they say nothing more about the next token."""
+"""Bounds of the features: larger values say nothing more about the next token."""
 DOUBT = 1.0
 """Standard deviations by which a chance is lowered. Labels are free, so waiting for some costs
 nothing."""
@@ -80,8 +80,8 @@ class DraftingWorth:
 
     def __init__(self) -> None:
         self.sums = [0.0] * 7
-        """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's
-        worth; discounted."""
+        """Discounted sums of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds,
+        where w is the text's worth."""
 
     @property
     def rounds(self) -> float:
@@ -124,7 +124,7 @@ class TextRule:
         """Worth of the text's proposal in this round."""
 
     def begin_request(self) -> None:
-        """Another request begins."""
+        """Begin another request."""
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:

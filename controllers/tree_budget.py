@@ -19,7 +19,7 @@ COVERED = (6.5, 3.5)
 """Beta prior of how often the verifier's token is among the other candidates when it is not the
 first."""
 DISCOUNT = 0.998
-"""Weight of a label in this for each later one."""
+"""Weight of a label in this posterior for each later label."""
 
 
 class TreeBudget:
@@ -43,7 +43,7 @@ class TreeBudget:
         self.rounds = 0
 
     def begin_request(self) -> None:
-        """Another request begins."""
+        """Begin another request."""
         self.accept.begin_request()
 
     def chances(self, step: DraftStep, scores: Sequence[float]) -> tuple[float, list[float]]:

@@ -20,14 +20,14 @@ hardly count."""
 STIFFNESS = 8.0
 """Weight, in samples, of the line through all counts and of its usual slope."""
 USUAL_SLOPE = 0.1
-"""Where only one count is known, each more costs this share of a count of 0; from zero, costs are
-proportional."""
+"""If only one count is known, each further unit costs this share of a count of 0; from zero, costs
+are proportional."""
 FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
 """Bound of a count's first sample, over the curve's expectation."""
 LONGEST = 32
-"""Counts that a table covers at least."""
+"""Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
 """Weight of a round in the rate for each later one."""
 FIRST_WEIGHT = 5.0
@@ -36,8 +36,8 @@ FIRST_FITS = 16
 REFIT_EVERY = 8
 """Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
 HORIZON = 3
-"""Levels that a rule looks ahead. One would do if the cost of a verify pass did not grow in
-steps."""
+"""Levels that a rule looks ahead. One level would be enough if the cost of a verify pass did not
+grow in steps."""
 
 Price = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Maps numbers of nodes to their prices in tokens."""

@@ -1,8 +1,8 @@
-"""Chat messages as text, by the template that comes with a model: as ``apply_chat_template`` of
-transformers renders them.
+"""Chat messages rendered as text by a model's template, like ``apply_chat_template`` of
+transformers.
 
-A template runs with limits (:mod:`eesd.runtime.template_limits`). What they allow gives the same
-text; ``tests/text/test_chat_template.py`` compares many templates and conversations.
+Templates run with limits (:mod:`eesd.runtime.template_limits`). Within the limits the text is the
+same; ``tests/text/test_chat_template.py`` compares many templates and conversations.
 """
 
 import json
@@ -22,7 +22,7 @@ from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.template_limits import LimitedEnvironment
 
 Message = Mapping[str, Any]
-"""A chat message: ``role``, ``content``, and what else the template uses."""
+"""A chat message: ``role``, ``content``, and other fields that the template uses."""
 Tool = Mapping[str, Any]
 """A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
 ``description`` and ``parameters``."""
@@ -40,7 +40,7 @@ _ITEM_FILTERS = {
     "select",
     "selectattr",
 }
-"""Filters that read the items of what they get."""
+"""Filters that read the items of their input."""
 
 
 class ChatTemplate:
@@ -48,8 +48,8 @@ class ChatTemplate:
 
     Args:
         source: The template, in Jinja's language.
-        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that it
-            does not have are missing.
+        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that the
+            model does not have are missing.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -67,16 +67,16 @@ class ChatTemplate:
 
         Args:
             messages: At least one message. ``content`` is a text or a list of text parts; if the
-                template does not read parts, it gets their texts, one a line.
-            tools: Functions that the model may call, as in OpenAI's API. A template that does not
-                read them shows nothing of them; see :attr:`reads_tools`.
-            answer: Whether an answer begins behind them.
-            variables: Values by the names that the template has for them, such as
-                ``enable_thinking``; see :attr:`names`.
+                template does not read parts, it gets their texts, one per line.
+            tools: Functions that the model may call, as in OpenAI's API. Templates that do not
+                read tools ignore them; see :attr:`reads_tools`.
+            answer: Whether to begin an answer after the messages.
+            variables: Values of the template's variables by name, such as ``enable_thinking``; see
+                :attr:`names`.
 
         Raises:
             EESDError: A message is not plain data with a role, the template refuses the messages or
-                is no template, or it takes too long.
+                is not valid, or rendering takes too long.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise EESDError("There is no chat message; give a list of at least one.")
@@ -105,14 +105,14 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template does anything with ``tools``. Raises :class:`EESDError` if it is no
-        template."""
+        """Whether the template uses ``tools``. Raises :class:`EESDError` if the template is not
+        valid."""
         return "tools" in self.names
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the values that the template reads. Raises :class:`EESDError` if it is no
-        template."""
+        """The names of the variables that the template reads. Raises :class:`EESDError` if the
+        template is not valid."""
         try:
             return self._compiled[2]
         except TemplateError as error:
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
-        """The template as code, which belongs to no environment, whether it reads the parts of a
+        """The template as code that is not tied to an environment, whether it reads the parts of a
         content, and the names."""
         environment = _environment()
         tree = environment.parse(self.source)
@@ -138,12 +138,11 @@ class ChatTemplate:
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
-    """A copy of a message as a template sees it: without what is None, and with its reasoning under
-    all names.
+    """A copy of a message as a template sees it: without values that are None, and with the
+    reasoning under all names.
 
     Raises:
-        EESDError: It has no role, its content is no text, or it holds something that is not plain
-            data.
+        EESDError: The message has no role, its content is not text, or a value is not plain data.
     """
     if not isinstance(message, Mapping):
         raise EESDError(
@@ -164,8 +163,8 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A deep copy in Python's own types for JSON. An object with methods of its own could do
-    anything when it is used."""
+    """A deep copy in Python's built-in types for JSON. An object with custom methods could do
+    anything when the template uses it."""
     if depth > MAX_DEPTH:
         raise EESDError(f"{name} is nested too deeply; give at most {MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
@@ -213,7 +212,7 @@ def _without_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template goes through the items of a content: in a loop, or with a filter such as
+    """Whether a template iterates over the items of a content, in a loop or with a filter such as
     ``selectattr``.
 
     A content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a
@@ -241,7 +240,7 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks the model's own text for training. It renders what is in it."""
+    """``{% generation %}``: marks the model's text for training. The block's body is rendered."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
@@ -256,14 +255,14 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """What ``namespace()`` makes: values that loops may set."""
+    """The object that ``namespace()`` makes: values that loops may set."""
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # of bounded size, whatever it holds
+        return "<Namespace>"  # of bounded size, whatever the values
 
 
 def _environment() -> LimitedEnvironment:
-    """What transformers gives to templates, with limits."""
+    """The environment that transformers gives to templates, with limits."""
     options: dict[str, Any] = {
         "trim_blocks": True,
         "lstrip_blocks": True,
@@ -285,14 +284,14 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on: not escaped for HTML, unlike Jinja's own."""
+    """JSON as models were trained on: not escaped for HTML, unlike Jinja's filter."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _strftime_now(format: str) -> str:
-    if len(format) > 200:  # C's strftime can make 256 characters of one
+    if len(format) > 200:  # C's strftime can turn one character into 256
         raise EESDError(
             "The chat template has a date format of more than 200 characters; use another template."
         )

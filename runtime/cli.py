@@ -72,7 +72,7 @@ drafting_options = cli.options(
         "--no-guard", is_flag=True, help="Keep drafting even if it is slower than plain decoding."
     ),
 )
-"""The options of commands that say how to draft; see :func:`speculation_of`."""
+"""Command-line options for drafting; see :func:`speculation_of`."""
 
 
 loading_options = cli.options(
@@ -95,11 +95,11 @@ loading_options = cli.options(
         help="Mark prefill, draft, verify and accept for Nsight Systems (on a GPU).",
     ),
 )
-"""The options of commands that say how to load engines; see :func:`load_as_asked`."""
+"""Command-line options for loading engines; see :func:`load_as_asked`."""
 
 
 def speculation_of(options: dict[str, Any]) -> Speculation:
-    """How the options of a command say to draft, if they do not say not to.
+    """Return the drafting options of a command, regardless of ``--no-draft``.
 
     Raises:
         EESDError: A value cannot be used, or an option needs drafting and ``--no-draft`` is given.
@@ -209,10 +209,10 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
 
 
 def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
-    """Kind and value of the constraint that the options ask for.
+    """Kind and value of the constraint in the options.
 
     Raises:
-        EESDError: They ask for several, or for what does not go together.
+        EESDError: There are several constraints, or options that exclude each other.
     """
     kinds = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
     given = [name for name in kinds if options[name] is not None]
@@ -233,7 +233,7 @@ def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _compiled(constraint: tuple[str, str] | None, llm: LLM) -> Callable[[], Constraint | None]:
-    """Makes the constraint for each request. One that cannot be used is refused now."""
+    """Return a function that makes each request's constraint. Refuse an invalid constraint now."""
     if constraint is None:
         return lambda: None
     from eesd.runtime.constraint import make_constraint, of_grammar  # needs an optional package
@@ -255,8 +255,8 @@ def _asked(options: dict[str, Any]) -> Options:
 
 
 def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None:
-    """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything
-    in it changes tokens."""
+    """Print a line on stderr with the options of the model's ``generation_config.json`` that change
+    tokens, if there are any."""
     names = ("repetition_penalty",) if sampling.greedy else SAMPLING_OPTIONS
     given = llm.manifest.sampling.given
     parts = [f"{name} {given[name]:g}" for name in names if name in given and name not in chosen]
@@ -271,7 +271,7 @@ def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None
 
 
 def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
-    """Load an engine directory with the options that commands have in common."""
+    """Load an engine directory with the options that commands share."""
     names = (
         "backend",
         "threads",
@@ -326,7 +326,7 @@ def _json_lines(text: str, file: Path) -> list[Any]:
 
 
 def _run(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
-    """Generate from one prompt, in the form that the options ask for."""
+    """Generate from one prompt, and print the result in the form that the options choose."""
     if options["as_json"]:
         _print_json(llm, prompt, sampling, options)
     else:
@@ -504,8 +504,8 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:
-    """Speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each prompt,
-    and one for all."""
+    """Print speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each
+    prompt, and a row for all."""
     several = len(found) > 1
     table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
     for number, comparison in enumerate(found, start=1):
@@ -545,7 +545,7 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
 
 
 def _rate(runs: Sequence[Stats]) -> float:
-    """Tokens a second of several runs together."""
+    """Tokens per second of several runs together."""
     return sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs)
 
 

@@ -14,8 +14,8 @@ from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
 
 KEPT_BYTES = 1 << 28
-"""Logits of a generation that are kept whole at most, to say by how much others differ. Of what is
-beyond, hashes are kept."""
+"""Maximum size of the whole logits kept for a generation, to measure differences. Logits beyond it
+are kept as hashes."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Divergence:
     """Where two generations first differ.
 
     Attributes:
-        index: Among the new tokens.
+        index: Index among the new tokens.
         plain_token, drafting_token: The token there without and with drafting; -1 where one
             generation is longer.
-        logit_gap: The verifier's logit of the first minus that of the second. Near zero: the same
-            up to rounding.
+        logit_gap: The verifier's logit of ``plain_token`` minus that of ``drafting_token``. Near
+            zero: the same up to rounding.
     """
 
     index: int
@@ -43,8 +43,8 @@ class LogitComparison:
 
     Attributes:
         positions: New tokens whose logits were compared.
-        differing: Those at which a bit differs.
-        first: Index of the first of them; -1 if there is none.
+        differing: Positions at which a bit differs.
+        first: Index of the first such position; -1 if there is none.
         largest: Largest difference of a logit, among rows that were kept whole.
     """
 
@@ -54,7 +54,7 @@ class LogitComparison:
     largest: float = 0.0
 
     def __add__(self, other: "LogitComparison") -> "LogitComparison":
-        """This generation and then another one, as if they were one."""
+        """The comparison of this generation followed by another, as if they were a single one."""
         first = (
             self.first if self.differing or not other.differing else self.positions + other.first
         )
@@ -73,15 +73,15 @@ class LogitComparison:
 
 
 class LogitRecord:
-    """The logits behind which each new token of a generation was chosen: an observer of its
-    session."""
+    """The logits from which each new token of a generation was chosen. The record is an observer of
+    the session."""
 
     def __init__(self, reference: "LogitRecord | None" = None, whole: bool = True) -> None:
-        """Record, or with a ``reference`` compare with what it recorded.
+        """Record logits or, with a ``reference``, compare them with its record.
 
         Args:
-            reference: What to compare with.
-            whole: Keep logits. False: keep hashes, which say where bits differ, and not by how
+            reference: The record to compare with.
+            whole: Keep logits. False: keep hashes, which show where bits differ, but not by how
                 much.
         """
         self.tokens: list[int] = []
@@ -130,12 +130,12 @@ class Comparison:
     """Both runs of one prompt.
 
     Attributes:
-        text: What plain decoding generated.
+        text: The text of plain decoding, after the prompt if that is a text.
         plain, drafting: Statistics without and with drafting.
         divergence: None where the tokens are the same.
         logits: Comparison of the logits.
-        one_node: Where plain decoding is padded to a round's nodes, so that drafting changes no
-            bit: what it is without that.
+        one_node: Statistics of plain decoding without padding, if it is padded to a round's nodes
+            so that drafting changes no bit.
     """
 
     text: str
@@ -183,7 +183,7 @@ def compare(
         return run(max_new_tokens, False, expected), run(max_new_tokens, True, found), found.result
 
     plain, drafting, logits = recorded(whole=False)
-    if logits.differing:  # by how much, whole logits say, which take much memory
+    if logits.differing:  # measuring the difference needs whole logits, which take much memory
         logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
@@ -196,7 +196,8 @@ def compare(
 
 
 def _of_one_node(llm: LLM) -> LLM | None:
-    """The same model whose plain decoding is not padded to a round's nodes; None: it never is."""
+    """The same model without padding of plain decoding to a round's nodes; None if there is no
+    such padding."""
     verify = getattr(llm.engines.verify, "of_one_node", lambda: None)()
     if verify is None:
         return None

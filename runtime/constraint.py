@@ -1,4 +1,4 @@
-"""Constrained output: which tokens may follow, by a grammar that llguidance reads.
+"""Constrained output: the tokens that may follow, according to a grammar of llguidance.
 
 A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's
 or GBNF's form (docs/structured-output.md). JSON is written in one line.
@@ -31,33 +31,33 @@ except ModuleNotFoundError as error:
     raise EESDError(f"Constrained output needs {error.name}; {pip_install('serve')}.") from None
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
-"""What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask
-of a token: with 5,000 items it takes milliseconds, or a tenth of a second where a text can be read
-in very many ways; with 50,000 that were seconds. A schema of 490 properties needs over 3,000.
-Errors come without the parser's own state: they go to clients."""
+"""Limits of one grammar. A lexer state takes 1 to 2 kB. All requests of a batch wait for the mask
+of a token: with 5,000 items it takes milliseconds, or a tenth of a second for a very ambiguous
+text; with 50,000 it would take seconds. A schema of 490 properties needs over 3,000. Error
+messages leave out the parser's state, because they go to clients."""
 BLOCK = 256
-"""Tokens that are compared at once."""
+"""Number of tokens compared at once."""
 
 
 class GrammarConstraint:
     """A :class:`~eesd.runtime.request.Constraint` by a grammar of llguidance.
 
-    One matcher serves the committed tokens and every drafted path: it is rolled back to what the
-    new tokens share with the last ones. EOS is allowed where the grammar may end. After the end,
-    and after tokens that the grammar does not allow, only EOS is.
+    One matcher serves the committed tokens and every drafted path: it is rolled back to the prefix
+    that the new tokens share with the last ones. EOS is allowed where the grammar may end. After
+    the end, and after tokens that the grammar does not allow, only EOS is allowed.
 
     Attributes:
-        grammar: What was given, with which another process can make an equal one.
+        grammar: The given grammar. Another process can make an equal constraint from it.
         ignored: The keywords of a JSON schema that the grammar does not follow.
 
     Args:
-        grammar: As llguidance's ``grammar_from`` makes it.
+        grammar: A grammar made by llguidance's ``grammar_from``.
         vocabulary: The model's tokens.
         eos: The tokens that end a text.
-        json: What its JSON should not go on with; None: the grammar alone decides.
+        json: Tokens to avoid in JSON; None: the grammar alone decides.
 
     Raises:
-        EESDError: The grammar has a mistake, or takes too much.
+        EESDError: The grammar has a mistake, or exceeds a limit.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class GrammarConstraint:
         self._only_eos = np.zeros(self._size, np.bool_)
         self._only_eos[self._eos] = True
         self._tokens: list[int] = []
-        """What the matcher has read."""
+        """The tokens that the matcher has read."""
         self._json = json
         self._places = [Place()]
-        """Where its JSON has come to, before and behind each token."""
+        """Places in the JSON, before the first token and after each token."""
         if self._matcher.is_error():
             raise EESDError(
                 f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
@@ -89,7 +89,7 @@ class GrammarConstraint:
         """The tokens [V] that may follow ``tokens``; at least one.
 
         Raises:
-            ConstraintError: The grammar turned out to take too much, or nothing can follow.
+            ConstraintError: The grammar exceeds a limit, or nothing can follow.
         """
         if not self._read(tokens):
             return self._only_eos.copy()
@@ -106,18 +106,18 @@ class GrammarConstraint:
         return self._json.without(mask, self._places[-1]) if self._json else mask
 
     def _fits(self, token: int) -> bool:
-        """Whether the only token of a mask may follow. (Where nothing may, the mask of llguidance
-        has a token all the same.)"""
+        """Whether the only token of a mask may follow. (Where no token may follow, llguidance's
+        mask still has a token.)"""
         if token in self._eos:
             return self._matcher.is_accepting() or self._matcher.stop_reason() == "EndOfSentence"
         return bool(self._matcher.validate_tokens([token]))
 
     def forced(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too:
-        the verifier decides.
+        """At most ``most`` tokens that spell the text that must follow. Other tokens may spell it,
+        too: the verifier decides.
 
         Raises:
-            ConstraintError: The grammar turned out to take too much.
+            ConstraintError: The grammar exceeds a limit.
         """
         if not self._read(tokens):
             return []
@@ -131,7 +131,7 @@ class GrammarConstraint:
         return tokens[: self._matcher.validate_tokens(tokens)]
 
     def _read(self, tokens: Sequence[int]) -> bool:
-        """Bring the matcher to the state behind ``tokens``; False if the grammar does not allow
+        """Bring the matcher to the state after ``tokens``; False if the grammar does not allow
         them."""
         given = list(tokens)
         shared = _shared(self._tokens, given)
@@ -147,8 +147,8 @@ class GrammarConstraint:
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
-        """Raise if the matcher has failed. It stays so, reads nothing more, and calls itself
-        stopped as at a text's end."""
+        """Raise if the matcher has failed. A failed matcher reads nothing more, and reports itself
+        as stopped, as at the end of a text."""
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
             raise ConstraintError(
@@ -168,8 +168,7 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 class _Tokens:
-    """The bytes of all tokens, as the text of a stream has them, in the form that llguidance asks
-    for."""
+    """The bytes of all tokens in a stream's text, in the form that llguidance requires."""
 
     def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
         self.eos_token_id = eos
@@ -179,8 +178,8 @@ class _Tokens:
             token for token in sorted(added) if added[token].special and token < size
         ]
         of = TokenBytes(codec)
-        # Decoders drop a space where a text begins. An answer does not begin one: it follows the
-        # prompt.
+        # Decoders drop a space at the start of a text. An answer is not at the start: it follows
+        # the prompt.
         letter = next((token for token in range(size) if of.added(token, None).isalpha()), None)
         self.tokens = [of.added(token, letter) for token in range(size)]
         for token in self.special_token_ids:
@@ -193,7 +192,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens in llguidance's form, and the tokens that JSON should not go on with."""
+    """A model's tokens in llguidance's form, and the tokens to avoid in JSON."""
 
     tokens: LLTokenizer
 
@@ -207,10 +206,10 @@ _making = Lock()
 
 
 def vocabulary_of(llm: LLM) -> Vocabulary:
-    """The model's tokens. Made once for a model: it takes a fraction of a second.
+    """The model's tokens. Made once per model: it takes a fraction of a second.
 
     Raises:
-        EESDError: The model has no tokenizer, or one that llguidance cannot use.
+        EESDError: The model has no tokenizer, or llguidance cannot use the tokenizer.
     """
     codec = llm.codec
     with _making:
@@ -238,7 +237,7 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
     Args:
         kind: ``json`` (``value`` is a JSON schema, or its text), ``regex``, ``choice`` (a list of
             texts), or ``grammar``.
-        value: What is allowed.
+        value: The allowed text, in the form of ``kind``.
         llm: The model.
         lenient: Ignore keywords of a JSON schema that are not supported, instead of refusing the
             schema.
@@ -255,23 +254,23 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
 
 
 def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
-    """The constraint whose ``grammar`` this is.
+    """Return the constraint for a :attr:`GrammarConstraint.grammar`.
 
     Raises:
-        EESDError: The grammar has a mistake, or takes too much.
+        EESDError: The grammar has a mistake, or exceeds a limit.
     """
     vocabulary = vocabulary_of(llm)
-    # A schema of a request, and no grammar of a user's own.
+    # A schema of a request, not a user's grammar.
     json_tokens = vocabulary.json if OPTIONS in grammar else None
     return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
 
 def with_answer(grammar: str, answer: GrammarConstraint, llm: LLM) -> GrammarConstraint:
-    """The constraint of a grammar in Lark's form whose ``@answer`` is what another constraint
-    allows.
+    """The constraint of a grammar in Lark's form, with another constraint's grammar as
+    ``@answer``.
 
     Raises:
-        EESDError: The grammar has a mistake, or takes too much.
+        EESDError: The grammar has a mistake, or exceeds a limit.
     """
     is_json = answer.grammar.startswith("{")
     parts = (
@@ -304,7 +303,7 @@ def _grammar(kind: str, value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """A text as a literal in Lark."""
     return json.dumps(_text("A text of the grammar", text), ensure_ascii=False)
 
 
@@ -317,7 +316,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _schema(value: Any) -> dict[str, Any] | bool:
-    """A JSON schema. It is written and parsed, so that what nests too deeply is refused."""
+    """A JSON schema. It is written and parsed, so that deep nesting is refused."""
     remedy = "give a JSON schema"
     try:
         text = value if isinstance(value, str) else json.dumps(value)

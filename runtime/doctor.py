@@ -36,7 +36,7 @@ PACKAGES = (
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
-"""Name, and the extra that installs it; "" for what every installation has."""
+"""Names, and the extras that install them; "" for packages of every installation."""
 
 
 @cli.command()
@@ -67,7 +67,7 @@ def main(engine_dir: Path | None, as_json: bool) -> None:
 
 
 def engines(directory: Path) -> dict[str, str]:
-    """Whether a directory's logits are the same bits here for every number of tokens in a call."""
+    """Whether a directory's logits have the same bits here for every number of tokens per call."""
     manifest = load_manifest(directory)
     opened = open_engines(directory, manifest, EngineOptions("auto", None, draft=False))
     exactness = Exactness(manifest)
@@ -98,7 +98,7 @@ def packages() -> dict[str, str]:
 
 
 def jobs() -> dict[str, str]:
-    """For each job ``yes``, or what to install for it. Each backend is looked at apart."""
+    """For each job ``yes``, or the packages to install. Each backend is checked separately."""
     torch = _missing(pip_install("torch"), *machine.TORCH_ENGINE)
     exporting = _missing(
         pip_install("export"), *(name for name, extra in PACKAGES if extra == "export")
@@ -135,7 +135,7 @@ def _cache() -> str:
 
 
 def _missing(remedy: str, *names: str) -> str:
-    """Which packages are missing, and the command that installs them; "" if all are there."""
+    """The missing packages, and the command that installs them; "" if all are installed."""
     missing = [name for name in names if not installed(name)]
     return f"no: {', '.join(missing)} missing; {remedy}" if missing else ""
 
@@ -163,7 +163,7 @@ def _ort_gpu_lacks() -> str:
 
 
 def _operators() -> str:
-    """Which kernels of the project's operators this processor gets, or why none, and what to do."""
+    """The operator kernels for this processor, or why there are none and what to do."""
     if onnxruntime_problem():
         return "no: they run in ONNX Runtime"
     from eesd.runtime.engines import operators
@@ -193,7 +193,7 @@ def _tensorrt(flavour: str) -> str:
 
 
 def _plans_lack(flavour: str, *others: str) -> str:
-    """What is missing for plans of a flavour: the library, and these packages."""
+    """The missing packages for plans of a flavour: the library, and ``others``."""
     version = _tensorrt(flavour)
     remedy = pip_install(flavour)
     if version.startswith("cannot"):

@@ -28,7 +28,7 @@ DEFAULT_STREAMS = (0, 1)
 
 @dataclass(frozen=True)
 class Host:
-    """What a service lends to EESD. The service must not use it while a call of EESD runs.
+    """Resources that a service lends to EESD, and must not use while a call of EESD runs.
 
     Attributes:
         verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
@@ -47,9 +47,9 @@ class Host:
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the
             stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
             ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]. Or a
-            function that makes them for B sequences: called for each session that is open beside
-            others and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once with
-            1 for prompts. Default: allocate with torch.
+            function that makes them for B sequences: called for each session opened while others
+            are open and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once
+            with 1 for prompts. Default: allocate with torch.
         scratch: Memory that execution contexts work in, at least the largest
             ``device_memory_size_v2`` of the engines: one tensor, or one for each stage. Default:
             allocate with torch.
@@ -92,8 +92,8 @@ def embed(
 
 
 def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
-    """The stream of each stage of verify. Raises :class:`EESDError` if there are too few, or they
-    cannot do."""
+    """The stream of each stage of verify. Raises :class:`EESDError` if their number is wrong, or a
+    stream cannot be used."""
     lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
     if len(lent) != stages:
         raise EESDError(
@@ -112,7 +112,7 @@ def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
 
 
 def _stream(lent: Any) -> torch.cuda.Stream:
-    """A stream of the host as torch has it."""
+    """A stream of the host as a torch stream."""
     handle = lent if isinstance(lent, int) else getattr(lent, "cuda_stream", None)
     if handle is None:
         raise EESDError(

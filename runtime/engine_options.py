@@ -1,5 +1,5 @@
-"""Which engine directory a command runs: a given one, or that of a model, which is exported when it
-is first asked for."""
+"""Choice of a command's engine directory: a given directory, or that of a model, which is exported
+on first use."""
 
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,15 @@ engine_options = cli.options(
         "--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."
     ),
 )
-"""The options that say which engine directory to run; see :func:`engine_dir_of`."""
+"""Command-line options that choose the engine directory; see :func:`engine_dir_of`."""
 
 
 def engine_dir_of(options: dict[str, Any]) -> Path:
-    """The engine directory that the options of a command name. That of a model is made if it is not
+    """The engine directory that a command's options name. A model's directory is made if it is not
     in the cache.
 
     Raises:
-        EESDError: They name none or two, or the model cannot be exported.
+        EESDError: The options name no directory or two, or the model cannot be exported.
     """
     directory: Path | None = options["engine_dir"]
     model: str | None = options["model"]
@@ -55,7 +55,7 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
                 "already; leave it out."
             )
         context = click.get_current_context()
-        # A variable is for other commands, too.
+        # An environment variable is for other commands, too.
         if context.get_parameter_source("cache_dir") is ParameterSource.COMMANDLINE:
             raise EESDError("--cache-dir is for --model; leave it out.")
         return directory

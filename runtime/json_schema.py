@@ -1,5 +1,5 @@
-"""JSON schemas as llguidance reads them: without what changes nothing, and refused with the place
-of what cannot be followed.
+"""JSON schemas for llguidance: keywords without effect are removed, and schemas that cannot be
+followed are refused, with the place of the problem.
 
 JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m lab.schemas``
 runs its test suite.
@@ -19,10 +19,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from eesd.common.errors import EESDError
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Blanks in JSON: at most one behind ``,`` and ``:``. A model that may write blanks for ever
+"""Blanks in JSON: at most one after ``,`` and ``:``. A model that may write endless blanks
 sometimes does."""
 OPTIONS = "x-guidance"
-"""Where a schema has llguidance's options."""
+"""Key of llguidance's options in a schema."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -49,24 +49,24 @@ _COUNTS = (
     "maxContains",
 )
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
-"""Of times. The format allows endless digits, and some models write them."""
+"""Pattern of times. The format allows endless digits, and some models write them."""
 _TRIALS = 200
-"""Most schemas that are read to find the place of a mistake."""
+"""Maximum number of schemas that are read to find the place of a mistake."""
 _MOST_CASES = 32
-"""Most cases into which the keywords of a schema, and of those around it, split it. The grammar has
-each."""
+"""Maximum number of cases into which the keywords of a schema and its outer schemas split it. The
+grammar contains every case."""
 _MOST_NAMES = 16
-"""Most names of a pattern that are listed as properties, besides those that are listed anyway. They
-then come in order, which a long list should not prescribe."""
+"""Maximum number of a pattern's names that are listed as properties, besides those already listed.
+Listed names come in order, which a long list should not prescribe."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
-"""Patterns that every name fits."""
+"""Patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
-"""What decides whether llguidance can count keys, besides the properties."""
+"""Keywords, besides the properties, that decide whether llguidance can count keys."""
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
 """Keywords by the first word of a warning that does not quote them."""
 _Cases = tuple[Collection[str], list[list[Any]]]
-"""Keywords, and what they say as lists of cases."""
+"""Keywords, and their meaning as lists of cases."""
 _APPLICATORS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependentSchemas", "dependencies", "contains"),
@@ -75,7 +75,7 @@ _APPLICATORS = (
 
 
 class Bytes:
-    """A token for each byte, in the form that llguidance asks for."""
+    """A token for each byte, in the form that llguidance requires."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -92,16 +92,16 @@ BYTES = LLTokenizer(TokenizerWrapper(Bytes()), len(Bytes.tokens), [Bytes.eos_tok
 def read_schema(
     schema: Mapping[str, Any] | bool, lenient: bool, place: tuple[str, ...] = ()
 ) -> tuple[Any, str, frozenset[str]]:
-    """A JSON schema in llguidance's form, its grammar, and the keywords that were left out of it.
+    """A JSON schema in llguidance's form, its grammar, and the keywords that were left out.
 
     Args:
         schema: The schema, which is plain JSON.
-        lenient: Whether keywords that are not supported are ignored; otherwise they are refused.
-            llguidance ignores more of them: :func:`ignored_by`.
+        lenient: Whether to ignore unsupported keywords instead of refusing them. llguidance ignores
+            further keywords: :func:`ignored_by`.
         place: Names that lead to the schema, for messages.
 
     Raises:
-        EESDError: It cannot be followed. The message names the place.
+        EESDError: The schema cannot be followed. The message names the place.
     """
     for split in (_MOST_CASES, 1):  # with cases a grammar may become too large
         ignored = set[str]() if lenient else None
@@ -113,7 +113,7 @@ def read_schema(
 
 
 def ignored_by(warnings: Sequence[str]) -> set[str]:
-    """The keywords that llguidance ignores, by its warnings."""
+    """The keywords that llguidance ignores, according to its warnings."""
     found = set[str]()
     for warning in warnings:
         names = re.findall(r'"([$\w]+)"', warning)
@@ -122,19 +122,18 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
 
 
 def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: int) -> Any:
-    """A schema without keywords that change nothing, and with others in the words of llguidance.
+    """A schema without keywords that change nothing, and with the others in llguidance's terms.
 
     Args:
         schema: The schema.
-        ignored: Where the names of keywords go that are left out because they cannot be followed;
-            None: leave none out.
+        ignored: Receives the names of keywords that are left out because they cannot be followed;
+            None: leave out no keyword.
         place: Names that lead to the schema.
-        split: The number of cases into which keywords that llguidance does not know may split the
-            schema. Those of all levels multiply.
+        split: Maximum number of cases into which keywords unknown to llguidance may split the
+            schema. The numbers of all levels multiply.
 
     Raises:
-        EESDError: It has open keys of which several must come. Texts could have the same key
-            several times.
+        EESDError: The schema requires several open keys. Texts could repeat the same key.
     """
     if not isinstance(schema, dict):
         return schema
@@ -186,7 +185,7 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], spl
 
 def _close_evaluated(schema: dict[str, Any]) -> None:
     """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` where no other keyword can
-    evaluate what they speak of."""
+    evaluate their properties or items."""
     if any(key in schema for key in _APPLICATORS) or isinstance(schema.get("items"), list):
         return
     for key, plain in zip(_UNEVALUATED, ("additionalProperties", "items"), strict=True):
@@ -196,14 +195,14 @@ def _close_evaluated(schema: dict[str, Any]) -> None:
 
 
 def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
-    """The entries of a keyword that has some by name; none if it has something else."""
+    """The entries of a keyword by name; empty if its value is not an object."""
     value = schema.get(keyword)
     return dict(value) if isinstance(value, dict) else {}
 
 
 def _list_names(schema: dict[str, Any]) -> None:
-    """List the names of patterns that few names fit. A listed key comes once, so that the object
-    ends when all have come. Where every name is forbidden, none may begin."""
+    """List the names of patterns that match few names. Each listed key comes once, so the object
+    ends when all have come. Where every name is forbidden, no key may begin."""
     known = isinstance(schema.get("properties", {}), dict)
     if not known or not isinstance(schema.get("patternProperties"), dict):
         return
@@ -224,7 +223,8 @@ def _list_names(schema: dict[str, Any]) -> None:
 
 @lru_cache(1000)
 def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
-    """The names that fit a pattern; None if there are more than ``most``, or it cannot be read."""
+    """The names that match a pattern; None if there are more than ``most``, or the pattern cannot
+    be read."""
     grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
     if mistake:
         return None
@@ -247,7 +247,7 @@ def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
-    """The names of the keys that must come, each once."""
+    """The names of the required keys, without duplicates."""
     required = schema.get("required")
     listed = required if isinstance(required, list) else []
     return list(dict.fromkeys(name for name in listed if isinstance(name, str)))
@@ -259,8 +259,8 @@ def _without(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _split_cases(schema: dict[str, Any], most: int) -> int:
-    """Write rules for keys as lists of cases, of each of which one holds. Returns how many cases
-    the schemas in this one may have."""
+    """Write rules for keys as lists of cases; one case of each list holds. Returns the maximum
+    number of cases for the inner schemas."""
     rules = schema.get("allOf", [])
     if not isinstance(rules, list):
         return most
@@ -274,7 +274,7 @@ def _split_cases(schema: dict[str, Any], most: int) -> int:
 
 
 def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
-    """What must come beside a key: either the key does not come, or the rest comes, too."""
+    """The rules of dependent keys: either the key is absent, or its dependencies hold."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         choices = []
         for name, needs in _by_name(schema, keyword).items():
@@ -285,7 +285,7 @@ def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
-    """The number of keys: which of the properties come that need not."""
+    """The rules for the number of keys, as cases of optional properties that come."""
     counts = {key: schema[key] for key in schema.keys() & _KEY_COUNTS}
     optional = _optional(schema)
     required = _required(schema)
@@ -293,7 +293,7 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     whole = all(isinstance(count, int) for count in counts.values())
     if not (counts and whole and few) or schema.get("type") != "object":
         return
-    # Of open keys one may come besides: two could be equal.
+    # At most one open key may come, too: two could be equal.
     least = counts.get("minProperties", 0) - _is_open(schema)
     most = counts.get("maxProperties", inf)
     cases = [
@@ -311,12 +311,12 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Whether keys may come that are not listed."""
+    """Whether keys that are not listed may come."""
     return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
 
 
 def _optional(schema: Mapping[str, Any]) -> list[str]:
-    """The properties that may come and need not."""
+    """The optional properties."""
     required = _required(schema)
     return [
         name
@@ -337,7 +337,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a schema says the same without a keyword."""
+    """Whether a schema means the same without a keyword."""
     if key == "format":
         # 2020-12, 7.2.1: an annotation.
         return isinstance(value, str) and not _is_known_format(value)
@@ -362,8 +362,8 @@ def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
-    """Whether two keys that are not listed must come. The grammar counts members, and a reader
-    keeps one of equal keys."""
+    """Whether two keys that are not listed must come. The grammar counts members, but a reader
+    keeps only one of several equal keys."""
     kinds = schema.get("type")
     least = schema.get("minProperties")
     is_object = (
@@ -381,8 +381,8 @@ def _pattern(text: str) -> str:
 
 
 def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """A schema without patterns that cannot be read, such as those with look-ahead, and counts that
-    cannot be kept. Their names go to ``ignored``."""
+    """A schema without patterns that cannot be read, such as those with look-ahead, and without
+    counts that cannot be enforced. Their names are added to ``ignored``."""
     found = dict(schema)
     if (counts := found.keys() & _KEY_COUNTS) and (optional := _optional(found)):
         shape: dict[str, Any] = {key: found[key] for key in found.keys() & _SHAPE}
@@ -411,12 +411,12 @@ def _is_readable(pattern: str) -> bool:
 
 
 def options_of(lenient: bool) -> Any:
-    """What a schema has under :data:`OPTIONS`."""
+    """A schema's value for :data:`OPTIONS`."""
     return {**ONE_LINE, "lenient": lenient}
 
 
 def _read(schema: Any, lenient: bool) -> tuple[str, str]:
-    """The grammar of a schema, and what is wrong with it; "": nothing."""
+    """The grammar of a schema, and its mistake; "" if there is no mistake."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), overrides=options_of(lenient)
@@ -427,7 +427,7 @@ def _read(schema: Any, lenient: bool) -> tuple[str, str]:
 
 
 def _place(schema: Any, mistake: str, lenient: bool) -> tuple[str, ...]:
-    """Where a mistake is: the innermost schema that has it alone."""
+    """The place of a mistake: the innermost schema that has it alone."""
     place: tuple[str, ...] = ()
     shared = {
         key: schema[key]
@@ -462,7 +462,7 @@ def _refusal(place: tuple[str, ...], mistake: str) -> EESDError:
 
 
 def sentence(message: str) -> str:
-    """What llguidance says, without the excerpt of the grammar, in one line."""
+    """A message of llguidance in one line, without the excerpt of the grammar."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     text = next(
         (line for line in reversed(lines) if line.startswith("error:")),

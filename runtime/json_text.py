@@ -1,10 +1,10 @@
-"""What a text of JSON should not go on with, though its grammar allows it.
+"""Tokens to avoid in JSON, although the grammar allows them.
 
-* Letters as ``\\uXXXX``. A schema's grammar tells keys apart as they are spelled, so ``"\\u0061"``
-  would be another key than ``"a"``, with a value of any type. Half a surrogate pair would be no
-  text at all.
-* Digits without end. A number has at most :data:`DIGITS` of each part: as many as 64-bit floats can
-  tell apart, and none is infinite.
+* Letters as ``\\uXXXX``. A schema's grammar compares keys by their spelling, so ``"\\u0061"`` would
+  be a different key from ``"a"``, with a value of any type. Half a surrogate pair would not even be
+  text.
+* Endless digits. Each part of a number has at most :data:`DIGITS` digits: enough to tell 64-bit
+  floats apart, and too few for an infinite number.
 
 Both stay allowed where nothing else may come.
 """
@@ -16,21 +16,21 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
 OUTSIDE, INSIDE, ESCAPED = range(3)
-"""Outside of strings, inside of one, and behind a backslash in one."""
+"""Outside strings, inside a string, and after a backslash in a string."""
 DIGITS = {"integer": 40, "fraction": 17, "exponent": 2}
-"""Most digits of a part of a number."""
+"""Maximum number of digits in each part of a number."""
 
 
 class Place(NamedTuple):
-    """Where a text has come to: in strings, and in which part of a number behind how many of its
-    digits."""
+    """The state at the end of a text: in or out of a string, the part of a number, and the number
+    of digits in that part."""
 
     mode: int = OUTSIDE
     part: str = ""
     digits: int = 0
 
     def after(self, data: bytes) -> "Place":
-        """The place behind more text."""
+        """The place after more text."""
         mode, part, digits = self
         for letter in data.decode("latin-1"):
             if mode == ESCAPED:
@@ -57,25 +57,25 @@ class Place(NamedTuple):
 
 
 class JSONTokens:
-    """The tokens of a vocabulary that should not come where a text of JSON has come to."""
+    """The tokens of a vocabulary to avoid at each place of a JSON text."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._bytes = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
         self._digits = np.array(
             [len(data) - len(data.lstrip(b"0123456789")) for data in self._bytes]
         )
-        """How many digits each token begins with."""
+        """Number of digits at the beginning of each token."""
         spelled = [
             [_spells(mode, data) for data in self._bytes] for mode in (OUTSIDE, INSIDE, ESCAPED)
         ]
         self._spelled = np.array(spelled)
 
     def after(self, place: Place, token: int) -> Place:
-        """The place behind a token."""
+        """The place after a token."""
         return place.after(self._bytes[token])
 
     def without(self, mask: NDArray[np.bool_], place: Place) -> NDArray[np.bool_]:
-        """A mask [V] without those tokens, unless it has no others."""
+        """A mask [V] without the tokens to avoid, unless there are no other tokens."""
         wanted = mask & ~self._spelled[place.mode]
         if place.part:
             wanted &= (self._digits == 0) | (self._digits + place.digits <= DIGITS[place.part])
@@ -83,7 +83,7 @@ class JSONTokens:
 
 
 def _spells(mode: int, data: bytes) -> bool:
-    """Whether a token writes ``\\u``, or its ``u``, where it begins in this mode."""
+    """Whether a token writes ``\\u``, or its ``u``, if the token begins in this mode."""
     if mode == ESCAPED and data[:1] == b"u":
         return True
     at = data.find(b"\\u")

@@ -60,7 +60,7 @@ class Piece:
         token: Its id. None in a last piece, whose text was held back for a stop string that did not
             come.
         from_draft: Whether the draft proposed it. False: it is the verifier's bonus token.
-        logprob: If asked for.
+        logprob: Log-probability, if requested.
     """
 
     text: str
@@ -107,7 +107,7 @@ class Options(TypedDict, total=False):
 
 
 def completion_of(updates: Sequence[Update], request: Request) -> Completion:
-    """A request's completion from all its updates, of which the last has a reason."""
+    """A request's completion from all its updates; the last update has the finish reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
     prompt = next(
@@ -152,15 +152,15 @@ def load(
             there are more than four.
         generation_config: ``auto`` takes the sampling options of the model's
             ``generation_config.json`` where a request gives none; ``none`` does not.
-        exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
+        exact: Whether drafting must not change any bit of a logit, also in trees and on a GPU; see
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: where that costs little.
-            Where it does not hold, requests of a batch on a GPU may change each other's last bits.
-        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the
-            CPU. Default: int8.
+            Without it, requests of a batch on a GPU may change each other's last bits.
+        activations: ``int8`` or ``float32``: type of the activations that multiply quantized
+            weights on the CPU. Default: int8.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. Default:
             float32.
-        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0: none. A
-            ``Service`` has its own.
+        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
+            A ``Service`` has a separate limit.
         plain_content: Text of chat messages that spells a special token is tokenized as plain text,
             so that it can end no turn and begin none. A template for which this cannot be done is
             refused.
@@ -185,7 +185,7 @@ def load(
         LOGGER.warning("%s", engines.notice)
     default = models_sampling(manifest) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
-    release_freed_memory()  # what packing weights and reading the tokenizer took for a while
+    release_freed_memory()  # temporary memory of packing weights and reading the tokenizer
     return llm
 
 
@@ -218,11 +218,11 @@ class LLM:
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
         speculation: The options of drafting; None decodes plainly.
-        drafting: The drafters of all requests but those with rejection sampling.
+        drafting: The drafters of all requests except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
         observer: Called with each round's tokens and logits; see
             :data:`~eesd.runtime.decoding.sequence.Observer`. Set by the user.
-        lock: Held while the engines run, and while what requests share changes.
+        lock: Held while the engines run, and while state shared by requests changes.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class LLM:
         are returned unchanged.
 
         Raises:
-            EESDError: The prompt is nothing of these, or the template refuses the messages.
+            EESDError: The prompt has another type, or the template refuses the messages.
         """
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
@@ -364,15 +364,15 @@ class LLM:
         try:
             yield session
         finally:
-            # Here, too, if an abandoned generator is collected: anywhere, in any thread. So this
-            # waits for nobody.
+            # This also runs when an abandoned generator is collected, anywhere and in any thread.
+            # So it must not wait for a lock.
             session.close()
             self._ended.append((session, self.prefixes))
         with self.lock:
             self._settle()
 
     def _settle(self) -> None:
-        """Keep what requests that have ended leave, and let others use their caches."""
+        """Keep the prefixes of ended requests, and let other requests use their caches."""
         while self._ended:
             session, prefixes = self._ended.popleft()
             session.keep_prefix(prefixes)
@@ -449,7 +449,7 @@ class LLM:
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings to stop before; a single string is one of them, not its letters."""
+    """The strings to stop before; a single string counts as one stop string, not as letters."""
     if isinstance(stop, str):
         return (stop,)
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):

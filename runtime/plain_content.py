@@ -1,10 +1,10 @@
-"""Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets
-letters, and ends no turn.
+"""Chat messages whose text cannot write special tokens: ``<|im_end|>`` in a message becomes
+letters, and does not end a turn.
 
-A template may trim a content, split it or look into it, so it must see the content nearly as it is.
-A mark goes into each special token that a message spells, and the tokenizer sees no token there.
-All that it sees in the rendered text are the template's. A second tokenizer, whose normalizer drops
-the marks, reads the text for the model.
+A template may trim, split or inspect a content, so it must see the content nearly unchanged. A mark
+is inserted into each special token that a message spells, so that the tokenizer does not recognize
+it. All special tokens that remain in the rendered text are the template's. A second tokenizer,
+whose normalizer drops the marks, reads the text for the model.
 """
 
 import json
@@ -20,21 +20,21 @@ from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
 MARK = "\ufdd0"
-"""No character of Unicode: it is free for use inside a program."""
+"""A Unicode noncharacter: free for use inside a program."""
 _TURNS = {"system": "eesd-turn-0", "user": "eesd-turn-1", "assistant": "eesd-turn-2"}
 _LAST = "eesd-turn-3"
 _NEVER = -1e6
-"""A logarithm of a probability with which no piece is chosen."""
+"""A log-probability so low that the piece is never chosen."""
 _REMEDY = "leave plain_content out"
 _MADE = "The chat template makes a special token of the text of these messages; send another text."
 
 
 class PlainContent:
-    """Reads chat messages whose texts write no special token.
+    """Reads chat messages whose texts cannot write special tokens.
 
     Args:
-        tokenizer: The model's.
-        encode: Reads a text with a tokenizer, without tokens of its own.
+        tokenizer: The model's tokenizer.
+        encode: Encodes a text with a tokenizer, without adding special tokens.
 
     Raises:
         EESDError: The tokenizer has no special tokens, or they cannot be kept apart from text.
@@ -60,14 +60,14 @@ class PlainContent:
         self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
-        """Raises :class:`EESDError` unless the template ends each turn with a special token. Else
-        any text can end one."""
+        """Raise :class:`EESDError` unless the template ends each turn with a special token. Without
+        it, any text can end a turn."""
         turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [
             {"role": "user", "content": _LAST}
         ]
         try:
             text = template.render(turns)
-        except EESDError:  # not every template knows system messages
+        except EESDError:  # not every template accepts system messages
             text = template.render(turns[1:])
         starts = sorted(at for turn in turns if (at := text.find(turn["content"])) >= 0)
         special = [start for start, _ in self._tokens(text)]
@@ -86,18 +86,18 @@ class PlainContent:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
     ) -> list[int]:
-        """Token ids of chat messages and tools. They are those of the rendered text where no text
+        """Token ids of chat messages and tools. They equal those of the rendered text if no text
         spells a special token.
 
         Raises:
-            EESDError: ``render`` raises it, or the template makes a special token of what no text
+            EESDError: ``render`` raises it, or the template makes a special token that no text
                 spells.
         """
         given = (messages, tools)
         text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
         found = self._tokens(text)
-        # No special token can begin in these texts, whatever the template does to them. But it sees
-        # other texts.
+        # No special token can begin in these texts, whatever the template does to them. But the
+        # template sees changed texts.
         safe = _each_text(given, lambda text: self._first.sub(_broken, text))
         reference = text if safe == _each_text(given, str) else render(*safe)
         written = [text[start:end] for start, end in found]
@@ -112,16 +112,16 @@ class PlainContent:
         if [name for name in names if name != self._unknown] != [
             name for name in written if name != self._unknown
         ]:
-            raise EESDError(_MADE)  # the tokenizer makes one of letters
+            raise EESDError(_MADE)  # the tokenizer makes a special token of letters
         return list(encoded.ids)
 
     def _tokens(self, text: str) -> list[tuple[int, int]]:
-        """Where the special tokens of a text begin and end."""
+        """Beginning and end of each special token in a text."""
         found = []
         encoding = self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name = self._special.get(token)
-            # Otherwise it stands for an unknown letter.
+            # If not found, the token stands for an unknown letter.
             if name is not None and (at := text.find(name, start, end)) >= 0:
                 found.append((at, at + len(name)))
         return found
@@ -132,8 +132,8 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
-    """The tokenizer that looks for special tokens, drops the marks, and makes no special token of
-    the letters that are left. And the token for unknown letters."""
+    """A tokenizer that looks for special tokens, drops the marks, and makes no special token of
+    the remaining letters; and the token for unknown letters."""
     document = json.loads(tokenizer.to_str())
     special = [added for added in document["added_tokens"] if added["special"]]
     for added in special:
@@ -158,8 +158,8 @@ def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
 
 
 def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A copy whose texts are changed. What is no plain data stays as it is, and is refused
-    later."""
+    """A copy whose texts are changed. Values that are not plain data stay as they are, and are
+    refused later."""
     if isinstance(value, str):
         if MARK in value:
             raise EESDError(

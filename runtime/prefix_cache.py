@@ -1,4 +1,4 @@
-"""Keys and values of texts that were seen, for requests that begin like them: system prompts,
+"""Keys and values of earlier texts, for requests that begin alike: system prompts, and
 conversations that go on."""
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from eesd.runtime.engines.base import Values
 BLOCK = 32
 """Tokens that are kept together."""
 Key = tuple[int | str, ...]
-"""The tokens of a block; of the first one of a text with its salt before them."""
+"""The tokens of a block; in the first block of a text, the salt comes before them."""
 
 
 @dataclass(eq=False)
 class _Block:
-    """Keys and values [L+E, 2, KV, BLOCK, D] of tokens behind those of ``parent``."""
+    """Keys and values [L+E, 2, KV, BLOCK, D] of the tokens after those of ``parent``."""
 
     parent: "_Block | None"
     key: Key
@@ -25,15 +25,15 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, bounded in bytes; what was not used for longest goes first, ends before
-    beginnings.
+    """A tree of blocks, bounded in bytes; the least recently used blocks are dropped first, ends
+    before beginnings.
 
-    A token's keys and values are the same bits however its text was cut into calls, so a request
-    that takes them from here gets the tokens that it gets alone.
+    A token's keys and values have the same bits however its text was split into calls, so a request
+    that takes them from the cache gets the same tokens as without it.
 
     Attributes:
         queries: Tokens of all prompts that were looked up.
-        hits: Those of them that were found.
+        hits: Tokens that were found.
         bytes_used: Bytes of the keys and values that are kept.
     """
 
@@ -47,12 +47,12 @@ class PrefixCache:
         self._clock = count(1)
 
     def find(self, tokens: Sequence[int], salt: str = "", taken: int | None = None) -> list[Values]:
-        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of
+        """The keys and values of the longest cached beginning of ``tokens``, in blocks of
         :data:`BLOCK` tokens.
 
         Args:
             tokens: The text.
-            salt: Only what was added with the same one is known.
+            salt: Only texts added with the same salt are found.
             taken: Tokens that an earlier call found, whose blocks are left out; None: this is the
                 first call for this text.
         """
@@ -79,9 +79,9 @@ class PrefixCache:
         """Keep the keys and values of a text.
 
         Args:
-            tokens: Its tokens whose keys and values are known.
-            read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They
-                are copied.
+            tokens: The text's tokens whose keys and values are computed.
+            read: Returns the keys and values of slots ``start`` to ``stop - 1``, [L+E, 2, KV, n,
+                D]. They are copied.
             salt: See :meth:`find`.
         """
         if not self._capacity:
@@ -116,7 +116,7 @@ class PrefixCache:
         return True
 
     def _blocks(self, block: _Block) -> list[_Block]:
-        """All blocks behind a block."""
+        """All descendants of a block."""
         found = []
         waiting = [*block.following.values()]
         while waiting:
@@ -126,7 +126,7 @@ class PrefixCache:
 
 
 def _keys(tokens: Sequence[int], salt: str) -> list[Key]:
-    """The whole blocks of a text. The first one has the salt, too."""
+    """The keys of a text's whole blocks. The first key includes the salt."""
     found: list[Key] = [
         tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)
     ]

@@ -17,7 +17,7 @@ from eesd.runtime.decoding.stats import Stats
 
 LOGGER = logging.getLogger(__name__)
 MAX_LOGPROBS = 20
-"""Alternatives that a token can be reported with, as in OpenAI's API."""
+"""Maximum number of alternatives reported with a token, as in OpenAI's API."""
 
 
 class QueueFullError(EESDError):
@@ -30,7 +30,7 @@ class QueueFullError(EESDError):
 
 
 class ConstraintError(EESDError):
-    """A constraint cannot be followed any further. The request is to blame, and not the server."""
+    """A constraint cannot be followed any further. The fault is the request's, not the server's."""
 
 
 class Constraint(Protocol):
@@ -38,8 +38,7 @@ class Constraint(Protocol):
     of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all
-        may.
+        """The tokens [V] that may follow these new tokens (without the prompt); None allows all.
 
         Raises:
             ConstraintError: The constraint cannot tell. The request ends with this error.
@@ -47,8 +46,8 @@ class Constraint(Protocol):
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for
-        nothing. May be empty.
+        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft
+        without cost. May be empty.
 
         Raises:
             ConstraintError: The constraint cannot tell. The request ends with this error.
@@ -76,7 +75,7 @@ class Request:
         prompt_logprobs: The same for the tokens of the prompt, except the first.
         seconds: Deadline in seconds. The request returns the tokens that it has by then.
         constraint: Restricts the tokens.
-        salt: Keys and values that are kept from one request serve only those with the same salt.
+        salt: Keys and values kept from a request serve only requests with the same salt.
             A user with another salt cannot infer, by time or by ``cached_tokens``, whether a text
             was seen before.
 
@@ -126,8 +125,8 @@ class Request:
 
 
 def check_lengths(least: int, most: int) -> None:
-    """Raise :class:`EESDError` unless a text can have ``most`` new tokens, and ``least`` of them
-    before its end."""
+    """Raise :class:`EESDError` unless ``most`` and ``least`` are valid as the maximum and minimum
+    number of new tokens."""
     check_integer("max_new_tokens", most, 1, 2**63 - 1)
     check_integer("min_tokens", least, 0, 2**63 - 1)
     if least > most:
@@ -156,7 +155,7 @@ class TokenOutput:
         text: The text that became certain with it; may be empty.
         source: Name of the drafter that proposed it, ``exit`` or ``text``; ``verify`` for the
             verifier's bonus token.
-        logprob: If asked for.
+        logprob: Log-probability, if requested.
     """
 
     token: int
@@ -176,9 +175,9 @@ class Update:
         finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``,
             ``cancelled``, ``deadline``, or ``error``.
         error: The error, in a sentence.
-        refused: Whether the request is to blame for the error, and not the server.
+        refused: Whether the error is the request's fault, not the server's.
         stop: The stop string that ended the text.
-        prompt_logprobs: If asked for, for each token of the prompt; only in the first update.
+        prompt_logprobs: If requested, for each token of the prompt; only in the first update.
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
         stats: Counts and seconds so far.
     """
@@ -197,14 +196,14 @@ class Update:
 
 OnUpdate = Callable[[Update], None]
 """Called in the thread of the batch; it must return at once. If it raises, its request ends, and
-the others go on."""
+the other requests go on."""
 
 
 class Generation:
     """A request that was accepted. ``cancel`` may be called from any thread, and more than once.
 
     Attributes:
-        began: ``time.monotonic()`` when it got a place in the batch; None: it waits.
+        began: ``time.monotonic()`` when it got a place in the batch; None while it waits.
     """
 
     def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:

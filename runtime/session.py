@@ -43,9 +43,9 @@ class Session(TokenSequence):
 
     Attributes:
         generation: The caller's handle. Set at the beginning.
-        request: Its request. Set at the beginning.
+        request: The request of ``generation``. Set at the beginning.
         ends: Tokens that end the text. Set at the beginning.
-        began: Time at which it began, in seconds of ``time.monotonic``.
+        began: Time at which the session began, in seconds of ``time.monotonic``.
         cached_tokens: Tokens of the prompt whose keys and values came from earlier requests. Set by
             :meth:`take_prefix`.
         lock: Held while engines run. Sessions over the same engines share it, so other threads wait

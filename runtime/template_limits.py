@@ -1,10 +1,10 @@
 """Jinja's sandbox with limits: a chat template can neither hang a process nor fill its memory.
 
-Templates come with weights, which the user trusts, and no request brings one. So Jinja's own
-sandbox keeps them from files and from Python's insides. What remains is a loop or a text without an
-end. Steps and sizes of new values are counted. An operation that multiplies is refused before it
-runs if its result could be larger than the work that is left. Work is counted, not timed, so each
-machine refuses the same templates; a deadline stops what is merely slow.
+Templates come with weights, which the user trusts, and never with a request. So Jinja's sandbox is
+enough to keep them from files and from Python's internals. The remaining dangers are endless loops
+and texts. Steps and sizes of new values are counted. An operation that multiplies is refused before
+it runs if its result could exceed the remaining work. Work is counted, not timed, so each machine
+refuses the same templates; a deadline stops templates that are merely slow.
 """
 
 import re
@@ -22,12 +22,11 @@ from eesd.common.errors import EESDError
 
 MAX_WORK = 1 << 26
 STEP = 64
-"""Work of one rendering: ``STEP`` for each step and each item of a new container, and the
-characters of new texts."""
+"""Work of one step or one item of a new container. The characters of new texts also count as
+work."""
 MAX_SECONDS = 10.0
 MAX_DEPTH = 100
-"""Deepest nesting of containers. Python recurses over them, in places without a check of its
-own."""
+"""Maximum nesting of containers. Python recurses over them, in places without a check."""
 LACKING = {
     "encode",
     "format_map",
@@ -60,8 +59,8 @@ MULTIPLYING |= {"tojson", "zfill", "*", "**"}
 sizes of the arguments."""
 WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
-"""A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a
-part of an argument."""
+"""A field of a format that is wider than :data:`WIDEST`, takes its width from an argument, or shows
+a part of an argument."""
 _TURNS = "turns of a loop"
 _KEEP = "keep a value"
 """Filters that no template can name."""
@@ -76,7 +75,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox for one rendering of one template. Make a new one for the next.
 
     Args:
-        filters: Filters by name, besides Jinja's own.
+        filters: Filters by name, besides Jinja's filters.
         options: Options of Jinja's environment.
     """
 
@@ -99,8 +98,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def parse(self, source: str, *names: Any) -> nodes.Template:
-        """Parse a template into one that counts its work. Raises ``TemplateSyntaxError`` if it is
-        none."""
+        """Parse a template, and make it count its work. Raises ``TemplateSyntaxError`` if it is not
+        valid."""
         tree: nodes.Template = _Counted().visit(super().parse(source, *names))
         return tree
 
@@ -124,7 +123,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return __self._keep(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator that can make more than it is given."""
+        """Compute an operator whose result can be larger than its operands."""
         if operator == "%" and isinstance(left, str):
             self._before("format", left, right)
         elif operator == "*" and isinstance(left, int):
@@ -146,8 +145,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
     def _before(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        """Refuse what multiplies a value by its arguments into more than is left. Returns them,
-        with iterators as lists."""
+        """Refuse a call whose result could exceed the remaining work. Returns the arguments, with
+        iterators as lists."""
         if name not in MULTIPLYING:
             return args
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
@@ -174,8 +173,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return args
 
     def _size(self, value: Any, depth: int = 0) -> int:
-        """Size of a value as it would be printed: what a list holds twice counts twice. A number
-        counts its bits."""
+        """Size of a value as printed: an item that is in a list twice counts twice. A number counts
+        its bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()
@@ -194,7 +193,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return size
 
     def _need(self, work: int) -> None:
-        """Refuse more work than is left, and what comes too late."""
+        """Refuse work that exceeds the remaining work, or comes after the deadline."""
         if work > self._left or time.monotonic() > self._deadline:
             raise EESDError(
                 "The chat template takes too long for these messages; use another, or a "
@@ -216,8 +215,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Counts what the sandbox has no hook for: the turns of loops, and values that brackets, ``~``
-    and macros make."""
+    """Counts work for which the sandbox has no hook: the turns of loops, and values that brackets,
+    ``~`` and macros make."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

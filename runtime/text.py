@@ -22,7 +22,7 @@ from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 from eesd.runtime.plain_content import PlainContent
 
 HALF = "\ufffd"
-"""Bytes that are no character decode to this."""
+"""The text to which invalid bytes decode."""
 _REMEDY = "export the model again"
 
 
@@ -31,20 +31,20 @@ class TextCodec:
 
     Args:
         directory: Engine directory.
-        most_tokens: A text that must have more, by its characters, is refused before it is
-            tokenized. None: no limit.
-        plain_content: Chat messages and tools cannot write special tokens: only the template does.
+        most_tokens: Maximum number of tokens. A text with too many characters for it is refused
+            before it is tokenized. None: no limit.
+        plain_content: Only the template, not messages or tools, can write special tokens.
 
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
-        tool_template: The chat template for messages with tools: the one called ``tool_use`` if
-            there is one, else the same.
+        tool_template: The chat template for messages with tools: the template called ``tool_use``
+            if there is one, else ``chat_template``.
         plain: Reads messages if they cannot write special tokens, else None.
 
     Raises:
-        EESDError: There is no tokenizer, or a file is damaged, or ``plain_content`` cannot be had
-            with this template.
+        EESDError: There is no tokenizer, a file is damaged, or the template does not allow
+            ``plain_content``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TextCodec:
     def _read(
         self, text: str, tokenizer: Tokenizer | None = None, special: bool = False
     ) -> Encoding:
-        """A text as a tokenizer reads it; None: as the model's does."""
+        """Encode a text with ``tokenizer``; None: with the model's tokenizer."""
         if (
             self._most is not None
             and len(text) > self._most
@@ -133,8 +133,8 @@ class TextCodec:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token. Listing a vocabulary takes long, so only a long text
-        asks for it."""
+        """Characters of the longest token. Listing a vocabulary takes long, so only long texts
+        need it."""
         return max(map(len, self._vocabulary()), default=1)
 
     def render(
@@ -174,8 +174,8 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates in a tokenizer's configuration by name: the used ones of several; a single one
-    is ``default``."""
+    """The templates in a tokenizer's configuration by name: those in use if there are several; a
+    single template is called ``default``."""
     if isinstance(template, list):
         try:
             template = {entry["name"]: entry["template"] for entry in template}
@@ -237,8 +237,8 @@ class TokenBytes:
         return None if token in self.special else self._tokenizer.id_to_token(token)
 
     def added(self, token: int, before: int | None) -> bytes:
-        """What a token adds to the text behind the token of text before it; nothing if it is no
-        text itself."""
+        """Bytes that a token adds to the text after ``before``, the previous token of text; empty
+        if the token is not text."""
         name = self.name(token)
         if not name:
             return b""
@@ -255,22 +255,22 @@ class TokenBytes:
 
 
 class TextStream:
-    """Turns tokens into text as they come. A ``copy`` goes its own way.
+    """Turns tokens into text as they come. A ``copy`` is independent.
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
     stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it.
-    One that is complete within the first ``min_tokens`` tokens is text.
-    A special token is no text: a stop string of its name is complete with one of ``stop_tokens``.
+    A stop string that is complete within the first ``min_tokens`` tokens is text. A special token
+    is not text: a stop string of its name is complete with one of ``stop_tokens``.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
     cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of
     bytes if one is broken, even for characters shown long ago. So bytes are joined here. Valid text
-    is the text that the decoder writes. Of broken bytes, only bytes that belong to no character
-    become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
+    is the text that the decoder writes. Only broken bytes that belong to no character become
+    U+FFFD, as in SentencePiece, and only once that is certain.
 
-    Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text
-    that the prompt shows. A character that the prompt begins comes with the token that completes
-    it. One that is never completed is not shown.
+    Wherever a text is split into prompt and tokens, the pieces are the text that the tokens add to
+    the prompt's. A character that the prompt begins comes with the token that completes it. A
+    character that is never completed is not shown.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class TextStream:
         }
         self._held = ""
         self.stop: str | None = None
-        # At most three bytes wait for the rest of their character, and each token has one at least.
+        # At most three bytes wait for the rest of their character, and each token has at least one.
         tail = list(islice((token for token in reversed(prompt) if self._bytes.name(token)), 3))
         for token in reversed(tail):
             self._characters(token)
@@ -316,7 +316,7 @@ class TextStream:
         return held
 
     def _characters(self, token: int) -> str:
-        """The characters that are whole with this token."""
+        """The characters that this token completes."""
         if not self._bytes.name(token):
             return ""
         data = self._rest + self._bytes.added(token, self._before)
@@ -329,5 +329,5 @@ class TextStream:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``, which is not in it."""
+    """Length of the longest end of ``text`` that begins ``mark``. ``mark`` is not in ``text``."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

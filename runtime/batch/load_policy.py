@@ -187,7 +187,7 @@ def _path_chances(current: Round) -> Sequence[float]:
     if not current.tree.steps:
         return current.proposal.path_chances[: len(current.tree.nodes) - 1]
     if current.drafting.fixed:
-        return [1.0] * current.tree.steps  # whatever they are worth, they are verified
+        return [1.0] * current.tree.steps  # they are verified in any case
     return _controller(current).path_chances
 
 

@@ -21,15 +21,15 @@ from eesd.runtime.request import ConstraintError, Generation, Update
 from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
-"""Time in which calls are timed at the start."""
+"""Time spent on timing calls at the start."""
 IN_TURN = 4
 """Prompts that are prefilled in turn, so that a long one does not keep later ones waiting."""
 SHORT = 64
-"""Tokens of a prompt that may go before these."""
+"""Maximum number of tokens of a prompt that may go before prompts in turn."""
 PASSING = 0.05
-"""Tokens of prompts that do so, as a share of the others' tokens."""
+"""Tokens of such short prompts, as a share of the other prompts' tokens."""
 HEADROOM = 64
-"""Expected growth, in tokens, of a text that is longer than the last ``KNOWN`` texts became."""
+"""Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
 
 LOGGER = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ class BatchOptions:
 
     Attributes:
         max_rows: Requests that run at the same time.
-        max_queue: Requests that wait; more are refused.
-        prefill_tokens: Most tokens of prompts in a round, or between two, while there are rows that
-            decode. There are fewer where many rows would wait twice as long for them.
-        kv_memory: Bytes of keys and values that the requests that run have, together. Texts that
-            grow may come to need more: the youngest request then pauses, and its keys and values
-            are computed again when there is room.
-        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0:
-            none. They change the time until a request begins, from which one user may infer the
-            prompts of another: give 0 where that matters.
+        max_queue: Requests that wait; further requests are refused.
+        prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
+            rows decode. Fewer are used where many rows would wait twice as long for them.
+        kv_memory: Bytes of keys and values of all running requests together. Growing texts may
+            need more: the youngest request then pauses, and its keys and values are computed again
+            when there is room.
+        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
+            They change the time until a request begins, from which one user may infer the prompts
+            of another: give 0 where that matters.
         levels: Number of levels that each round drafts. None: the number that pays, given the load.
 
     Raises:
@@ -84,10 +84,10 @@ class Scheduler:
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
-        pauses: How often a request lost its keys and values to others.
-        round_tokens: Rounds by their tokens: of prompts, and new ones.
+        pauses: Number of times that a request lost its keys and values to others.
+        round_tokens: Rounds by their prompt tokens and new tokens.
         drafted: Levels that the last round verified.
-        request_seconds: Time that requests took lately, from their place in a row to their end.
+        request_seconds: Time that requests took lately, from getting a row to their end.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
@@ -106,7 +106,7 @@ class Scheduler:
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
         self._prefilling: list[Session] = []
-        """The first ones take turns, the others wait in the order of arrival."""
+        """The first sessions take turns, the others wait in the order of arrival."""
         self._may_pass = float(SHORT)
         """Tokens of short prompts that may go before others."""
         self._kv_caches = llm.engines.new_kv_caches(options.max_rows)
@@ -150,7 +150,7 @@ class Scheduler:
         manifest = self._llm.manifest
         check_prompt(request.tokens, manifest)
         if request.stop:
-            _ = self._llm.codec  # which a model without a tokenizer does not have
+            _ = self._llm.codec  # raises for a model without a tokenizer
         tokens = len(request.tokens)
         new = request.max_new_tokens
         if min(tokens + new, manifest.max_seq_len) > self.longest:
@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a text, for which there is memory."""
+        """Maximum number of tokens of a text for which there is memory."""
         slots = self.slots - self._llm.manifest.max_tree_nodes
         return min(slots, self._llm.manifest.max_seq_len)
 
@@ -207,8 +207,8 @@ class Scheduler:
         )
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
-        """Whether there is memory for a text and the running ones until they end. Each is expected
-        to reach the mean length of the recent texts that were longer than it is now.
+        """Whether there is memory for a text and the running texts until they end. Each text is
+        expected to reach the mean length of the recent texts that became longer than it is now.
 
         Args:
             tokens: Tokens of the text and its prompt.
@@ -223,12 +223,12 @@ class Scheduler:
         most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            # When this text ends, and all with less to come have ended.
+            # When this text ends, and all texts with less to come have ended.
             most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
     def _to_come(self, new: int, left: int) -> int:
-        """Tokens that are expected to follow, of at most ``left``."""
+        """Number of tokens that are expected to follow, at most ``left``."""
         longer = [length for length in self._lengths if length > new]
         return min(left, sum(longer) // len(longer) - new if longer else HEADROOM)
 
@@ -272,7 +272,7 @@ class Scheduler:
                 generation.tell(Update(finish_reason="error", error=_sentence(error)))
                 continue
             row.take_prefix(self.prefixes)
-            self._go_on(row)  # of some prompts nothing is left to prefill
+            self._go_on(row)  # some prompts have nothing left to prefill
 
     def _pause_some(self) -> None:
         """Take the caches of the youngest requests, until the others have room for a round."""
@@ -286,12 +286,12 @@ class Scheduler:
             self.pauses += 1
 
     def _rows_of(self, row: Session) -> "list[Session] | deque[Session]":
-        """Where a row is."""
+        """The collection that holds a row."""
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> dict[Session, PromptPiece]:
-        """Pieces of the next prompts, for one call: one, and more if they are whole prompts or
-        fill half of it."""
+        """Pieces of the next prompts, for one call: one piece, and further pieces if they are
+        whole prompts or fill half of the call."""
         pieces: dict[Session, PromptPiece] = {}
         order = self._order()
         most = self._prompt_tokens(order)
@@ -318,8 +318,8 @@ class Scheduler:
         return pieces
 
     def _order(self) -> list[Session]:
-        """The prompts in the order of prefill: those in turn, short ones first. Short ones that
-        wait go before them while they hold the others up little."""
+        """The prompts in the order of prefill: those in turn, short prompts first. Short prompts
+        that wait go before them, as long as they delay the others little."""
         order = sorted(self._prefilling[:IN_TURN], key=lambda row: row.unfilled > SHORT)
         passing = []
         left = self._may_pass
@@ -330,8 +330,8 @@ class Scheduler:
         return [*passing, *order]
 
     def _prefilled(self, pieces: dict[Session, PromptPiece]) -> None:
-        """Note what a call did for prompts: count those that passed others, and let others have
-        their turn."""
+        """Record a call's progress on prompts: count the prompts that passed others, and let the
+        next prompts take their turn."""
         in_turn = self._prefilling[:IN_TURN]
         for row, piece in pieces.items():
             tokens = len(piece.call.tokens)
@@ -357,7 +357,7 @@ class Scheduler:
         return self._policy.prompt_tokens(self._active, behind, most)
 
     def _go_on(self, row: Session) -> None:
-        """Let a row whose prompt is complete decode, and another one wait for its next turn."""
+        """Let a row decode if its prompt is complete, or else wait for its next turn."""
         if row.unfilled:
             self._prefilling.append(row)
         else:
@@ -419,13 +419,13 @@ class Scheduler:
         row.generation.tell(update)
 
     def _fail(self, row: Session, error: Exception) -> None:
-        """End a request that failed alone."""
+        """End a request that failed without affecting others."""
         if not isinstance(error, ConstraintError):
             LOGGER.error("A request failed.", exc_info=error)
         self._end(row, "error", error)
 
     def _end(self, row: Session, reason: str, error: Exception | None = None) -> None:
-        """End a request that no round ended."""
+        """End a request between rounds."""
         rows = self._rows_of(row)
         rows.remove(row)
         self._leave(row, has_cache=rows is not self._paused)
@@ -440,7 +440,7 @@ class Scheduler:
             self._give_back(kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
-        """Let another request use a cache: the first ones are taken first."""
+        """Let another request use a cache: the first caches are taken first."""
         kv_cache.reset()
         self._free.append(kv_cache)
         self._free.sort(key=self._kv_caches.index, reverse=True)
@@ -458,7 +458,7 @@ class Scheduler:
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or "
                 "more memory."
             )
-        if self.longest < 2:  # a prompt, and a token that follows it
+        if self.longest < 2:  # a prompt token and a new token
             least = (2 + self._llm.manifest.max_tree_nodes) * self._slot_bytes
             raise EESDError(
                 f"kv_memory is {self._options.kv_memory} bytes, and the shortest text needs "

@@ -19,7 +19,7 @@ OPTIONS = BatchOptions()
 
 
 class ClosedError(EESDError):
-    """The service takes no requests any more."""
+    """The service no longer takes requests."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,14 @@ class Load:
     """The load of a service now.
 
     Attributes:
-        queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that
-            decode.
+        queued, prefilling, running: Number of requests that wait, prefill their prompt, and decode.
         kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
-        prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were
-            kept from earlier ones.
+        prefix_queries, prefix_hits: Tokens of all prompts, and tokens whose keys and values were
+            kept from earlier prompts.
         drafted: Levels that the last round verified.
-        pauses: How often a request lost its keys and values to others, for a while.
-        round_tokens: Rounds by their tokens: of prompts, and new ones.
+        pauses: Number of times that a request temporarily lost its keys and values to others.
+        round_tokens: Rounds by their prompt tokens and new tokens.
     """
 
     queued: int = 0
@@ -52,8 +51,8 @@ class Load:
 
 class Service:
     """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it
-    gets alone. On a GPU without ``exact`` that is so up to rounding, which depends on what else
-    runs.
+    gets alone. On a GPU without ``exact`` that holds up to rounding, which depends on the other
+    requests.
 
     Other calls of the LLM wait for the service's rounds.
 
@@ -80,7 +79,7 @@ class Service:
         self._thread.start()
 
     def submit(self, request: Request, on_update: OnUpdate) -> Generation:
-        """Ask for a text. May be called from any thread.
+        """Submit a request. May be called from any thread.
 
         Args:
             request: The request.
@@ -117,17 +116,17 @@ class Service:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a text, its prompt included, for which there is memory."""
+        """Maximum number of tokens of a text, prompt included, for which there is memory."""
         return self._scheduler.longest
 
     @property
     def places(self) -> int:
-        """Requests that can run or wait at once."""
+        """Maximum number of requests that run or wait at the same time."""
         return self.options.max_rows + self.options.max_queue
 
     def generate(self, request: Request) -> Completion:
-        """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails
-        later."""
+        """Submit a request, and wait for the completion. Raises :class:`EESDError` also if the
+        request fails later."""
         told = SimpleQueue[Update]()
         self.submit(request, told.put)
         updates = [told.get()]
@@ -138,8 +137,8 @@ class Service:
         return completion_of(updates, request)
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for so long, then cancel them. May be
-        called more than once."""
+        """Take no more requests, let running requests go on for ``drain_seconds``, then cancel
+        them. May be called more than once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -178,8 +177,8 @@ class Service:
 
     @property
     def deciding(self) -> Drafting | LoadRule:
-        """What decided how far the last round drafted: the rules of a request that ran alone, or
-        the rule of the batch."""
+        """The rules that decided how far the last round drafted: those of a request that ran alone,
+        or the rule of the batch."""
         return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:

@@ -2,7 +2,7 @@
 
 The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: Philox4x64-10 counts the
 token's group of four and the position. It exists in registers only. A program finds the best scores
-of a part of a row; torch joins the few of all parts.
+of a part of a row; torch merges the results of all parts.
 
 It needs Triton, so it is imported only where that works.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDE = 2048
-"""Scores of a program."""
+"""Scores per program."""
 
 
 @triton.jit(do_not_specialize=["seed", "size"])  # type: ignore[untyped-decorator]
@@ -45,7 +45,7 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     for rank in tl.static_range(COUNT):
         value, best = tl.max(noisy, 0, return_indices=True)
         tl.store(values + found + rank, value)
-        # NaN may find a place behind the row.
+        # NaN may find a place beyond the row.
         tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))
         noisy = tl.where(place == best, -float("inf"), noisy)
 
@@ -57,10 +57,10 @@ def noisy_best(
 
     Args:
         scores: [n, V] float64.
-        seed: Of the request.
-        positions: In the text, of the tokens that the rows are for, [n] int64.
-        tokens: The token of each column, [V] int64; None: its number.
-        count: How many to find, at most V.
+        seed: Seed of the request.
+        positions: Positions in the text of the rows' tokens, [n] int64.
+        tokens: The token of each column, [V] int64; None: the column's index.
+        count: Number of scores to find, at most V.
 
     Returns:
         The noisy scores [n, count], best first, and their columns.

@@ -1,8 +1,8 @@
-"""Choosing tokens where the logits are: what :mod:`~eesd.runtime.decoding.samplers` chooses, by
-kernels on a device.
+"""Choosing tokens on the logits' device, with the same results as
+:mod:`~eesd.runtime.decoding.samplers`.
 
 Only numbers of the candidates go to the host. The host's samplers are the definition, and the
-tokens are theirs:
+tokens are the same:
 
 * The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are
   single IEEE operations, comparisons and moves, so both sides have the same bits.
@@ -46,7 +46,7 @@ class DeviceSampler:
 
         Args:
             tokens: Everything committed.
-            paths: For each row of logits, the drafted tokens behind it.
+            paths: For each row of logits, the path of drafted tokens that it follows.
             count: Proposals for each row, from the draft's logits. 0: the verifier's token.
 
         Returns:
@@ -83,7 +83,7 @@ class DeviceSampler:
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     def _noisiest(self, logits: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """What :meth:`chooser` says, with noise for the tokens at ``positions``."""
+        """The choices of :meth:`chooser`, with noise for the tokens at ``positions``."""
         from eesd.runtime.decoding.device_noise import noisy_best
 
         device = logits.device
@@ -113,7 +113,7 @@ class DeviceSampler:
 
 @cache
 def makes_noise(device: torch.device) -> bool:
-    """Whether a device makes the host's noise: it is tried, as in
+    """Whether a device makes the same noise as the host. Tested by a trial, as in
     :func:`~.torch_quantized.fault_of_kernel`."""
     size = 9
     seed = 2**62 + 3
@@ -142,7 +142,7 @@ class _Seen:
         self._columns = columns
         self._size = size
         self._committed = torch.zeros(size + 1, dtype=torch.bool, device=device)
-        """The last column stands for none: it fills short paths."""
+        """The last column stands for no token: it fills short paths."""
         self._marked = 0
 
     def mask(self, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
@@ -163,8 +163,8 @@ class _Seen:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A number as a tensor: by a plain number, a GPU multiplies with the reciprocal, which rounds
-    otherwise."""
+    """A number as a tensor. To divide by a plain number, a GPU multiplies by the reciprocal, which
+    rounds differently."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -175,14 +175,14 @@ def to_device(values: object, device: torch.device, dtype: type = np.int64) -> T
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """What :meth:`DeviceSampler.chooser` says, without noise."""
+    """The choices of :meth:`DeviceSampler.chooser`, without noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
-        # One more, for the last margin.
+        # One more candidate, for the last margin.
         best, columns = logprobs.topk(min(count + 1, logprobs.shape[-1]))
         return torch.stack((columns.double(), best, best), -2)
     best = logits.argmax(-1, keepdim=True)
-    # The host refuses others.
+    # The host refuses other values.
     return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)
 
 
@@ -208,7 +208,7 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
         kept = before < sampling.top_p - NEAR
         left = before < sampling.top_p + NEAR
         kept[:, 0].fill_(True)
-        # Of nearly equal scores, the host may round two to the same and then take the lower id
+        # The host may round two nearly equal scores to the same value, and then take the lower id
         # first.
         apart = ordered[:, :-1] - ordered[:, 1:]
         edge = (kept[:, :-1] ^ kept[:, 1:]) | (left[:, :-1] ^ left[:, 1:])

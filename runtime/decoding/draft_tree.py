@@ -1,4 +1,4 @@
-"""The draft tree of one round: how it grows level by level, and which of its nodes are verified."""
+"""The draft tree of one round: its growth level by level, and the choice of nodes to verify."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import Price
 
 CANDIDATES = 4
-"""Children proposed for a node when a budget chooses among them. Of the bundled model's greedy
-tokens 82 % are the first candidate and 94 % are among four."""
+"""Children proposed for a node when a budget chooses among them. For the bundled model, the greedy
+token is the first candidate in 82 % of cases, and among the first four in 94 %."""
 
 
 class Proposal(NamedTuple):

@@ -23,8 +23,8 @@ class Terms:
         allowance: Added to every account for each committed token.
         most: Largest balance, so that earlier gains pay for one bad text at most.
         margin: Gain that a drafting round must exceed: errors of measurement reach it.
-        doubt: Rounds as expected that are added to those seen when luck is averaged: a few
-            rejections prove nothing.
+        doubt: Rounds without luck that are added to the observed rounds when luck is averaged: a
+            few rejections prove nothing.
         memory: Rounds, or tokens of a pause, over which an account forgets.
         trial: Rounds before a drafter's first pause, and rounds that a balance must pay for to end
             a pause. A first call may take ten times as long as later ones: without a trial, a
@@ -200,7 +200,7 @@ class Guard:
 
         Args:
             drafter: Its name.
-            sure: Its expected tokens besides the bonus token, if it can tell without drafting.
+            sure: Its expected tokens besides the bonus token, if known without drafting.
         """
         if self._probing:
             return False

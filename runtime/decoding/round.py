@@ -206,7 +206,7 @@ class Round:
         )
 
         pauses = self.drafting.pauses
-        for one in self.drafting.observers:  # also if they were not allowed to draft or to copy
+        for one in self.drafting.observers:  # even if they were not allowed to draft or to copy
             one.observe(outcome)
         sequence.stats.guard_pauses += self.drafting.pauses - pauses
         sequence.stats.host_seconds += time.perf_counter() - committed_at
@@ -485,8 +485,8 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
 def _isolated(
     one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R | None:
-    """Call ``action`` for one sequence, unless that has failed before. An exception becomes its
-    ``error``, so that the other sequences go on."""
+    """Call ``action`` for one sequence, unless the sequence has failed before. An exception becomes
+    its ``error``, so that the other sequences go on."""
     if one.error is not None:
         return None
     try:

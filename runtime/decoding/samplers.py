@@ -71,7 +71,7 @@ def make_sampler(
         sampling: Its options.
         vocab_size: V.
         columns: Which tokens the draft's logits are for.
-        allowed: Restricts the tokens; None: all may be chosen. At least one must be.
+        allowed: Restricts the tokens, to at least one token; None: all may be chosen.
     """
     if sampling.greedy:
         return Greedy(sampling, columns, allowed)
@@ -91,7 +91,7 @@ def _best(scores: Vector | Logits, count: int) -> list[int]:
 
 
 def _margins(scores: Vector, indices: list[int]) -> list[float]:
-    """Each of these scores minus the best other one. ``scores`` is unchanged on return."""
+    """Each of these scores minus the best other score. ``scores`` is unchanged on return."""
     margins = []
     for index in indices:
         own = scores[index]
@@ -296,7 +296,7 @@ class Coupled(_Deterministic):
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []
-        # One more, for the last margin.
+        # One more candidate, for the last margin.
         columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]

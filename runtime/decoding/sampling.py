@@ -34,9 +34,9 @@ class Sampling:
         repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
         presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt
             does not count.
-        frequency_penalty: The same, as often as a token was generated.
+        frequency_penalty: The same, multiplied by the number of times a token was generated.
         logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
-        seed: Of the request's random numbers; None: each request draws one.
+        seed: Seed of the request's random numbers; None: each request draws a seed.
         method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the
             same text with and without drafting) or ``rejection`` (the same distribution).
 
@@ -79,11 +79,11 @@ class Sampling:
         check_choice("The sampling method", self.method, METHODS)
 
     def of_text(self, prompt: int = 0, choice: int = 0) -> "Sampling":
-        """With the seed of one text among those of several prompts, and of several choices of each.
-        Without a seed it is drawn.
+        """These options with the seed of one text, among several prompts and several choices of
+        each. Without a seed, a seed is drawn.
 
-        The first text has the seed itself. That of another one is a random number of Philox, so no
-        two texts share any noise.
+        The first text has the seed itself. Every other text has a random number of Philox as its
+        seed, so no two texts share any noise.
         """
         if self.seed is None:
             return self if self.greedy else replace(self, seed=secrets.randbits(63))
@@ -98,13 +98,13 @@ class Sampling:
 
     @property
     def counts(self) -> bool:
-        """Whether it matters how often a token was generated."""
+        """Whether the options use the number of times that a token was generated."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def reweighs(self) -> bool:
-        """Whether logits are changed by what is added to them: then the host chooses, also where
-        logits are on a device."""
+        """Whether something is added to logits: then the host chooses, even if the logits are on a
+        device."""
         return self.counts or bool(self.logit_bias)
 
 
@@ -202,8 +202,8 @@ def normalize(scores: Vector) -> Vector:
 
 
 def _kth_largest(scores: Vector, k: int) -> np.float64:
-    """The k-th largest score. That of the maxima of blocks is a lower bound, and few scores reach
-    it: no need to sort more."""
+    """The k-th largest score. The k-th largest maximum of the blocks is a lower bound, and only the
+    few scores that reach it are sorted."""
     if len(scores) >= 4 * k * BLOCK:
         maxima = scores[: len(scores) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
         scores = scores[scores >= np.partition(maxima, -k)[-k]]
@@ -214,7 +214,7 @@ def _kth_largest(scores: Vector, k: int) -> np.float64:
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
     """The smallest set of most likely tokens with a total probability of at least ``top_p``: their
     indices, ascending."""
-    # A set that has the probability has the nucleus: no need to sort the others.
+    # A set with enough probability contains the nucleus: no need to sort the other tokens.
     for reach in (LIKELY, 2 * LIKELY, np.inf):
         candidates = np.flatnonzero(logprobs >= logprobs.max() - reach)
         order = candidates[np.argsort(-logprobs[candidates], kind="stable")]
@@ -255,9 +255,9 @@ class GumbelNoise:
         """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and
         their noisy scores.
 
-        The others are out because even the largest noise would not lift them to the ``count`` best
-        of the likely ones. Columns that a filter removed may be out, too. A column's noise is that
-        of its token.
+        The other columns are left out because even the largest noise would not lift them to the
+        ``count`` best of the likely columns. Columns that a filter removed may be left out, too. A
+        column's noise is that of its token.
         """
         bits, largest = self._bits(position)
         peak = scores.max()

@@ -26,12 +26,12 @@ from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
-"""More is taken for a typing error: the engines would start that many threads."""
+"""A larger number is treated as a typing error: the engines would start that many threads."""
 ACTIVATIONS = ("int8", "float32")
-"""What quantized weights are multiplied by on the CPU."""
+"""Types of the activations that multiply quantized weights on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-"""What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one
+"""Packages of ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one
 may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
 EXPORT_AGAIN = "export the model again"
@@ -47,15 +47,14 @@ class Engines(NamedTuple):
     Attributes:
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
-        notice: What the user should know about how this machine runs the directory; empty if there
-            is nothing.
-        exact: True: calls of every number of rows give the same bits, by construction. None: not
-            known.
+        notice: A message for the user on how this machine runs the directory; may be empty.
+        exact: True: calls of every number of rows give the same bits, by construction. None:
+            unknown.
         exact_trees: Whether a tree's nodes have the bits of their path as a chain.
-        in_place: Whether only logits of nodes count that are in the slot that they would have in a
+        in_place: Whether logits count only for nodes that are in the slot that they would have in a
             chain.
         last_positions: The last positions whose tokens one kernel of verify computes, ascending. No
-            round shall reach beyond the next one, or tokens would depend on what is drafted.
+            round may cross the next such position, or tokens would depend on the draft.
         span: Marks a part of a request by its name while it is entered.
     """
 
@@ -86,16 +85,16 @@ class EngineOptions:
         threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
         draft: Whether to load the draft engine.
         exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node
-            count, and where trees round otherwise than chains, a tree's path is cut where its bits
+            count, and where trees round unlike chains, a tree's path is cut where its bits
             would differ. None: on a GPU one node count where that costs little; trees are cut only
             where activations are int8. False: on a GPU as few nodes as possible, which in a batch
             the longest row decides.
-        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the
-            CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are always multiplied by
-            float32.
+        activations: ``int8`` or ``float32``: type of the activations that multiply quantized
+            weights on the CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are always
+            multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None:
             float32.
-        nvtx: Whether Nsight Systems shall show prefill, draft, verify and accept, as NVTX ranges.
+        nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges for Nsight Systems.
 
     Raises:
         EESDError: A value has another type, or is unknown or out of range.
@@ -127,7 +126,7 @@ class EngineOptions:
 
     def refuse_choices(self, backend: str) -> None:
         """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this
-        backend cannot."""
+        backend does not support."""
         for name, chosen in (
             ("activations", "its activations"),
             ("kv_cache_dtype", "the type of its KV cache"),
@@ -165,10 +164,10 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
 
 
 def _check_weights(directory: Path, manifest: Manifest) -> None:
-    """Check the weights that all backends read but the CPU engine and plans, which have their own.
+    """Check the weights that all backends read, except the CPU engine and plans.
 
     Raises:
-        EESDError: They are in the build for the CPU alone, or a file is another one.
+        EESDError: The weights are only in the build for the CPU, or a file has changed.
     """
     manifest.check_whole(directory)
     check_loaded(directory, {WEIGHTS_FILE: manifest.files[WEIGHTS_FILE]}, EXPORT_AGAIN)
@@ -176,15 +175,15 @@ def _check_weights(directory: Path, manifest: Manifest) -> None:
 
 
 def default_threads() -> int:
-    """The processors of this process, one fewer if there are more than four: the host's own code
-    then has one to itself."""
+    """The processors of this process, one fewer if there are more than four: the last is left to
+    the host's code."""
     available = cores()
     return available if available <= 4 else available - 1
 
 
 def onnxruntime_versions() -> dict[str, str]:
-    """The installed packages and their versions; packages of other names, such as a build of one's
-    own, are not seen."""
+    """The installed packages and their versions; packages of other names, such as custom builds,
+    are not found."""
     return {
         package: version for package in ORT_PACKAGES if (version := installed(package)) is not None
     }
@@ -211,9 +210,9 @@ def onnxruntime_problem() -> str:
 
 
 def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
-    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU,
-    ``ort``, or ``torch`` for a 16-bit directory where ONNX Runtime's own operators would have to
-    run it. A notice tells of a GPU that torch cannot use."""
+    """Open with ``tensorrt`` on a GPU if the directory has plans, else with ``torch``. Without a
+    GPU, open with ``ort``, or with ``torch`` for a 16-bit directory that only ONNX Runtime's
+    standard operators could run. A notice reports a GPU that torch cannot use."""
     if torch_sees_gpu():
         return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, options)
     from eesd.runtime.engines.operators import missing
@@ -273,8 +272,8 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     )
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
-    # A sum has an order of its own, whatever else a call computes: bits are equal by construction,
-    # in trees, too.
+    # The order of a sum is fixed, whatever else a call computes: bits are equal by construction, in
+    # trees, too.
     return Engines(verify, drafter, exact=True, exact_trees=True)
 
 

@@ -15,8 +15,8 @@ Choose = Callable[[Any], Any]
 """Function that runs on the device after a call. Maps the logits [n, V] to the host's values
 [n, ...] in float64, both tensors on the device, or to None."""
 Values = NDArray[Any]
-"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in an order of layers that the
-backend knows. 16-bit ones are given as their bits."""
+"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in the backend's order of layers.
+16-bit values are given as their bits."""
 
 
 class StepOutputs:
@@ -99,8 +99,7 @@ class KVCache(Protocol):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the cache takes however short the text is; 0 if it takes what the text
-        needs."""
+        """Bytes that the cache takes for a text of any length; 0 if its size follows the text."""
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots. Raises :class:`EESDError` beyond the limit."""
@@ -109,7 +108,7 @@ class KVCache(Protocol):
         """Begin another sequence."""
 
     def compact(self, start: int, sources: list[int]) -> None:
-        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``,
+        """Move the slots ``sources`` (ascending, each at or after its target) to ``start``,
         ``start + 1``, ..."""
 
     def clear(self, start: int, stop: int | None = None) -> None:
@@ -124,8 +123,8 @@ class KVCache(Protocol):
         the memory itself."""
 
     def fill(self, start: int, values: Values) -> None:
-        """Write what :meth:`values` of such a cache gave, from the slot ``start`` on, for which
-        there is room."""
+        """Write the result of :meth:`values` of a similar cache to the slots from ``start`` on, for
+        which there is room."""
 
 
 class Call(NamedTuple):
@@ -141,7 +140,7 @@ class Call(NamedTuple):
         context_len: With a ``tree_mask``: every token sees the slots below it.
         tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token
             sees besides. None: the tokens are a chain, each sees every slot up to its own.
-        logits: Whether the tokens get logits; those of a prompt need none.
+        logits: Whether the tokens get logits; tokens of a prompt need no logits.
         choose: Chooses tokens on the device; only for engines that :attr:`Engine.chooses`.
     """
 
@@ -161,7 +160,7 @@ class Work(NamedTuple):
     Attributes:
         nodes: Nodes of all sequences, padding included.
         slots: Slots that the attention of a sequence reads, on average.
-        rows: Sequences, also rows that only fill the call.
+        rows: Sequences, including rows that only fill the call.
     """
 
     nodes: int
@@ -170,9 +169,9 @@ class Work(NamedTuple):
 
 
 DraftChain = Callable[[KVCache, int, int, int], StepOutputs]
-"""Given (kv_cache, token, slot, count): run ``count`` draft steps behind ``token`` at ``slot``,
-each with the most likely token of the step before it, without the host between them. Returns a row
-for each step, without logits."""
+"""Given (kv_cache, token, slot, count): run ``count`` draft steps after ``token`` at ``slot``, each
+with the most likely token of the previous step, without the host in between. Returns a row for each
+step, without logits."""
 
 
 class Engine(Protocol):
@@ -180,7 +179,7 @@ class Engine(Protocol):
 
     manifest: Manifest
     prefill_chunk: int
-    """Tokens of the prompt that one call takes at most."""
+    """Maximum number of prompt tokens in one call."""
 
     @property
     def chooses(self) -> bool:
@@ -189,32 +188,32 @@ class Engine(Protocol):
 
     @property
     def draft_chain(self) -> DraftChain | None:
-        """Drafts several steps of a chain by itself; None: the backend does not."""
+        """Function that drafts several steps of a chain in one call; None: not supported."""
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
         """The caches of ``count`` sequences, for calls of this directory's engines that may run
         them together.
 
         Raises:
-            EESDError: The engine cannot run so many together.
+            EESDError: The engine cannot run this number of sequences together.
         """
 
     def prepare(self, kv_caches: "Sequence[KVCache]") -> None:
         """Prepare calls over caches of one :meth:`new_kv_caches`, so that no round waits for it.
-        Their contents are kept."""
+        The caches' contents are kept."""
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """Run calls of different sequences, as one pass where the backend can. Every token gets the
-        bits that it gets alone; on a GPU without ``exact`` they depend on how many nodes and slots
-        the longest sequence needs.
+        same bits as alone; on a GPU without ``exact`` they depend on the number of nodes and slots
+        that the longest sequence needs.
 
         Returns:
             The outputs of each call; those of a call without logits are empty.
         """
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """What :meth:`forward` would compute for at least one call."""
+        """The work of :meth:`forward` for these calls; at least one."""
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))
-"""Of a call without logits."""
+"""Outputs of a call without logits."""

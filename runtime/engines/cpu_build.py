@@ -1,8 +1,8 @@
-"""What ``eesd-build --target cpu`` makes of an engine directory, and the CPU engine maps: packed
-weights, and graphs of this project's operators, for all kernels alike.
+"""The build of ``eesd-build --target cpu``, which the CPU engine maps: packed weights, and graphs
+of this project's operators, the same for all kernels.
 
-They are in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine
-directory's contents and the version of the layout, so nothing stale is found.
+It is in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine
+directory's contents and the version of the layout, so a stale build is never found.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ WEIGHTS = "weights.bin"
 FILES = "files.json"
 """The packed weights, and the list of all other files with their hashes."""
 Check = Callable[[Path, Mapping[str, FileInfo], str], None]
-"""Checks files of a directory, and has a remedy for its message:
+"""Checks files of a directory, and takes a remedy for its error message:
 :func:`~eesd.common.integrity.check_loaded`, or :func:`~eesd.common.integrity.verify_hashes`."""
 
 
 def place_of(directory: Path, manifest: Manifest) -> Path:
-    """Where the build of an engine directory is. The name has 16 hexadecimal digits of everything
-    that the build depends on."""
+    """The path of an engine directory's build. Its name has 16 hexadecimal digits of a hash of
+    everything that the build depends on."""
     contents = {
         name: info.sha256
         for name, info in manifest.files.items()
@@ -42,7 +42,7 @@ def place_of(directory: Path, manifest: Manifest) -> Path:
 
 
 def find_build(directory: Path, manifest: Manifest) -> Path | None:
-    """The build of an engine directory; None if it is missing, or a file of it is another one."""
+    """The build of an engine directory; None if it is missing, or one of its files has changed."""
     with suppress(EESDError):
         return built_for_cpu(directory, manifest)
     return None
@@ -52,7 +52,7 @@ def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_load
     """The build of an engine directory, after a check of its files.
 
     Raises:
-        EESDError: There is none, or a file of it is missing or another one.
+        EESDError: There is no build, or one of its files is missing or has changed.
     """
     place = place_of(directory, manifest)
     command = f"eesd-build --target cpu {directory}"
@@ -77,8 +77,8 @@ def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_load
 
 
 def check_graphs(directory: Path, manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if a graph of the directory was changed: its build would run
-    nevertheless."""
+    """Raise :class:`EESDError` if a graph of the directory was changed: the old build would still
+    run."""
     for graph in manifest.graphs:
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
             raise EESDError(
@@ -88,15 +88,15 @@ def check_graphs(directory: Path, manifest: Manifest) -> None:
 
 
 def describe_build(place: Path) -> str:
-    """Where a build is, and how large."""
+    """The path and size of a build."""
     return f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.1f} MB)"
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights of which products of the draft read the upper 4 bits, and verify all 8.
+    """Names of the weights whose upper 4 bits the draft's products read, while verify reads all 8.
 
-    A draft that is the whole model shares them with verify. An embedding table is one of them if it
-    is the LM head, too.
+    A draft that is the whole model shares these weights with verify. They include the embedding
+    table if it is also the LM head.
     """
     whole = manifest.exit_head.is_whole(manifest.geometry)
     alone = not manifest.geometry.tied_embeddings

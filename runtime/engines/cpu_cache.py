@@ -1,10 +1,9 @@
 """KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads
 without a copy.
 
-A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, as
-``runtime/operators/SPECIFICATION.md`` lays them out: float32, float16, or 8-bit levels with a
-float32 scale for each row of a head. Pages come when they are written, and are given back when a
-long text ends.
+A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, in the layout of
+``runtime/operators/SPECIFICATION.md``: float32, float16, or 8-bit levels with a float32 scale for
+each row of a head. Pages are allocated on the first write, and released when a long text ends.
 """
 
 import mmap
@@ -23,14 +22,14 @@ KV_CACHE_DTYPES = ("float32", "float16", "int8")
 TILE = 16
 """Slots whose keys lie in one tile."""
 KEPT = 64 << 20
-"""Bytes that a cache may keep when another text begins; of more, the pages are given back."""
+"""Bytes that a cache may keep when another text begins; pages beyond them are released."""
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux: addresses are not counted as memory."""
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Slots of a cache: those of the text, and room for the nodes of a round behind its last
-    one."""
+    """Slots of a cache: the slots of the text, and room for the nodes of a round after its last
+    slot."""
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
@@ -38,14 +37,14 @@ class CpuKVCache:
     """The keys and values of one sequence.
 
     Args:
-        manifest: Of the engine directory.
-        dtype: In :data:`KV_CACHE_DTYPES`; attention rounds what it writes.
+        manifest: Manifest of the engine directory.
+        dtype: A type in :data:`KV_CACHE_DTYPES`; attention rounds to it when it writes.
 
     Attributes:
-        address: Of the memory; a multiple of 4096.
+        address: Address of the memory; a multiple of 4096.
         slots: S.
-        limit: Most slots of a text.
-        dtype: Of an element.
+        limit: Maximum number of slots of a text.
+        dtype: Type of an element.
         slot_bytes: Bytes of the keys and values of one token.
     """
 
@@ -116,14 +115,14 @@ class CpuKVCache:
         return found[0][None].copy(), found[1][None].copy()
 
     def values(self, start: int, stop: int) -> Values:
-        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. Of int8, 4 bytes
-        follow: each row's scale."""
+        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. With int8, each
+        row is followed by its scale, 4 bytes."""
         return self._gather(np.arange(start, stop))
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
         size, pair = self._values.shape[-2:]
         tiles, rows = np.divmod(np.arange(start, start + values.shape[3]), TILE)
-        # Index arrays beside slices: NumPy puts the slots first.
+        # With index arrays and slices mixed, NumPy puts the slots first.
         keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
         self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
         self._values[:, :, tiles, rows // pair, :, rows % pair] = own

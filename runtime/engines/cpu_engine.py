@@ -1,9 +1,9 @@
 """The CPU engine: ONNX Runtime with this project's operators, over packed weights and caches in
 place.
 
-A call takes any tokens of any sequences. Each has its own cache, position, slot, and a list of what
-it sees, and gets the bits that it gets alone: nothing is padded, and no token waits for another
-one's text.
+A call takes any tokens of any sequences. Each token has a cache, position, slot, and list of the
+slots it sees, and gets the same bits as alone: nothing is padded, and no token waits for another
+token's text.
 """
 
 from collections.abc import Sequence
@@ -50,15 +50,15 @@ class _Bound:
 
 
 class ResultArrays:
-    """Memory that the results of several calls share: those of a call are valid until the next
-    one."""
+    """Memory that the results of several calls share: a call's results are valid until the next
+    call."""
 
     def __init__(self) -> None:
         self._memory: dict[int, NDArray[np.uint8]] = {}
 
     def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array for the result with this index. A larger one takes other memory; those given out
-        before stay valid."""
+        """An array for the result with this index. A larger array takes new memory; earlier arrays
+        stay valid."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if index not in self._memory or len(self._memory[index]) < size:
             self._memory[index] = np.zeros(size, np.uint8)
@@ -85,14 +85,14 @@ class CpuEngine:
         """Load the stages.
 
         Args:
-            build: What :func:`~eesd.runtime.engines.cpu_build.built_for_cpu` gave.
+            build: Result of :func:`~eesd.runtime.engines.cpu_build.built_for_cpu`.
             manifest: The directory's manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads.
             int8_activations: Whether products with levels round activations to 8 bits, by blocks
                 of 32.
             kernels: Name of the kernels; "" for the fastest ones.
-            kv_cache_dtype: Of the caches: ``float32``, ``float16`` or ``int8``.
+            kv_cache_dtype: Type of the caches: ``float32``, ``float16`` or ``int8``.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the
@@ -117,7 +117,7 @@ class CpuEngine:
         return [CpuKVCache(self.manifest, self._dtype.name) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Do nothing: what is bound depends on the sizes of calls alone."""
+        """Do nothing: bindings depend on the sizes of calls alone."""
 
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Each token is computed once, and
@@ -130,8 +130,7 @@ class CpuEngine:
         return Work(nodes, slots / len(calls), len(calls))
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls
-        are."""
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass for any calls."""
         ids = list[int]()
         numbers = list[int]()
         logit_rows = list[int]()
@@ -141,7 +140,7 @@ class CpuEngine:
             paths = [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
             if len(ids) == start:
-                # Who asks for nothing would ask again for ever.
+                # A caller without tokens would repeat the call forever.
                 raise EESDError("A call of the engine has no tokens.")
             if paths:
                 trees.append((start, paths))
@@ -165,7 +164,7 @@ class CpuEngine:
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
         key = tokens, path, logit_rows
         kept = self._bound.pop(key, None)
-        bound = self._bound[key] = kept or self._bind(*key)  # the last one used is the last one
+        bound = self._bound[key] = kept or self._bind(*key)  # most recently used last
         if len(self._bound) > MOST_CALLS:
             del self._bound[next(iter(self._bound))]
         return bound
@@ -211,7 +210,7 @@ class CpuEngine:
 
 
 def _paths(call: Call) -> list[list[int]]:
-    """The slots that each node of a tree sees behind the context, in order."""
+    """The slots that each node of a tree sees after the context, in order."""
     assert call.tree_mask is not None
     paths: list[list[int]] = [[] for _ in call.tokens]
     nodes, columns = np.nonzero(call.tree_mask)
@@ -221,7 +220,7 @@ def _paths(call: Call) -> list[list[int]]:
 
 
 def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[int]:
-    """What a pass is told of the tokens of a call, five numbers each. A chain has no ``paths``."""
+    """A pass's inputs for the tokens of a call, five numbers each. A chain has no ``paths``."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
     address = kv_cache.address
@@ -243,8 +242,8 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
 def _outputs(
     calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool
 ) -> list[StepOutputs]:
-    """Views of the results of each call. There are results ``of_all`` tokens, or of those with
-    logits."""
+    """Views of the results of each call. There are results ``of_all`` tokens, or only of tokens
+    with logits."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]
     found = []

@@ -20,13 +20,13 @@ class CapturedGraph:
     """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs
     each time.
 
-    Each call is given the work, which is always the same. The graph does not keep it: that would be
-    a cycle with its owner, which would hold memory on the GPU until the collector runs.
+    Each call receives the same work. The graph does not store it: a reference cycle with the owner
+    would hold memory on the GPU until the garbage collector runs.
     """
 
     def __init__(self, stream: DeviceStream, pool: Any) -> None:
-        """Make a graph of work in ``stream``. ``pool``: the memory pool that it shares with
-        others; None: do not capture."""
+        """Make a graph of work in ``stream``. ``pool`` is the memory pool shared with other graphs;
+        None: do not capture."""
         self._stream = stream
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -63,7 +63,7 @@ class CapturedGraph:
             self._graph = graph
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work, which is captured first where that is still to do."""
+        """Run the work, after capturing it if that is not done yet."""
         if self.needs_capture:
             self.capture(work)
         if self._graph is None:

@@ -1,4 +1,4 @@
-"""What the GPU backends share: streams, and the interface of a stage runner.
+"""Common parts of the GPU backends: streams, and the interface of a stage runner.
 
 A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a
 prepared call stay at fixed addresses, so that the call can be captured in a CUDA graph.
@@ -23,14 +23,13 @@ ALIGNMENT = 256
 """Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of
 it."""
 HOST_ALIGNMENT = 64
-"""Bytes. What torch allocates in main memory begins at a multiple of it; tests run the code for
-GPUs there."""
+"""Alignment, in bytes, of torch's allocations in main memory, where tests run the code for GPUs."""
 
 
 @contextmanager
 def explain_out_of_memory(what: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` did not fit; it is a
-    plural."""
+    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` names, in the plural,
+    the things that did not fit."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -66,8 +65,8 @@ class DeviceStream:
         return tensor.data_ptr() % (ALIGNMENT if self.on_gpu else HOST_ALIGNMENT) == 0
 
     def lies_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on this device. A device without a number, as the CPU, is any of its
-        kind."""
+        """Whether a tensor is on this device. A device without an index, such as the CPU, matches
+        any of its type."""
         return tensor.device.type == self.device.type and self.device.index in (
             None,
             tensor.device.index,
@@ -105,7 +104,7 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
 
 class AttentionMask:
-    """Which of the first s slots the nodes of a call see.
+    """The visibility of the first s slots for the nodes of a call.
 
     Attributes:
         outline: A tensor of the mask's shape [B, 1, n, s] without memory of its own.
@@ -132,7 +131,7 @@ class AttentionMask:
 
     @property
     def tensor(self) -> Tensor:
-        """The additive mask. :meth:`update` computes it, for graphs that have asked for it."""
+        """The additive mask. :meth:`update` computes it once a graph has read this attribute."""
         if self._tensor is None:
             (*_, count, slots) = self.outline.shape
             device = self._slot.device
@@ -142,7 +141,7 @@ class AttentionMask:
         return self._tensor
 
     def update(self) -> None:
-        """Compute the mask, if there is one, from the present values of the other tensors."""
+        """Compute the mask, if there is one, from the current values of the other tensors."""
         if self._tensor is None:
             return
         mask = self._tensor[:, 0]
@@ -168,7 +167,7 @@ class StepInputs:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
         position_ids: [B, n].
         write_indices: [B].
-        mask: Of [B, 1, n, s]; attention reads the first s slots of the caches.
+        mask: Mask [B, 1, n, s]; attention reads the first s slots of the caches.
         logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores
             it.
         caches: The layer caches that the graph uses, in the order of its inputs.
@@ -185,7 +184,7 @@ class StepInputs:
 PreparedCall = Callable[[], list[Tensor]]
 """Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a
 draft logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and
-what ``pack_results`` of ``device_results.py`` makes of all these. The next run overwrites them."""
+the result of ``pack_results`` in ``device_results.py``. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -213,7 +212,7 @@ class ResultMemory:
     """
 
     def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:
-        """``largest`` is the node count from which on a call has memory of its own. Nothing is
+        """``largest`` is the node count from which on a call has separate memory. Nothing is
         allocated yet."""
         self._graph = graph
         self._device = device
@@ -222,8 +221,8 @@ class ResultMemory:
         self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
-        """The outputs of a call. Those of more sequences than before take other memory; outputs
-        given out before stay valid."""
+        """The outputs of a call. If there are more sequences than before, new memory is allocated;
+        earlier outputs stay valid."""
         batch, count = inputs.position_ids.shape
         rows = len(inputs.logit_rows)
         if count > self._largest:

@@ -1,5 +1,5 @@
-"""KV caches on devices: one memory for the sequences that a call may run together, of which each
-has a row."""
+"""KV caches on devices: one memory for the sequences that a call may run together, with a row for
+each sequence."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ class RowMemory:
         rows: B.
         fixed: Whether S is that of the longest text from the beginning, because a captured CUDA
             graph needs fixed addresses.
-        limit: Most slots of a text.
+        limit: Maximum number of slots of a text.
         version: Number of changes of ``shards``, after which they must be bound again.
     """
 
@@ -50,11 +50,11 @@ class RowMemory:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
             rows: B.
-            grow: Begin with few slots, and follow the longest text. Otherwise all ``gpu_slots`` of
+            grow: Begin with few slots, and follow the longest text. If False, all ``gpu_slots`` of
                 the manifest are allocated.
-            slots: First number of slots of memory that grows.
-            spare: Of memory that grows, the slots behind those that tokens may use, for nodes that
-                only fill a call.
+            slots: Initial number of slots of memory that grows.
+            spare: In memory that grows, slots after those that tokens may use, for nodes that only
+                fill a call.
             given: A tensor for each shard, or [2, B, KV, S, D] for each layer, which the caller
                 owns. Default: allocate with torch.
 
@@ -129,7 +129,7 @@ class RowMemory:
     @torch.inference_mode()
     def reset(self, row: int) -> None:
         """Let a row begin another sequence. Memory that grows shrinks, so that short texts do not
-        pay for a long one before.
+        pay for an earlier long text.
 
         A slot that overflowed to infinity would spoil the sequence: a hidden slot counts with 0 x
         infinity.
@@ -138,14 +138,14 @@ class RowMemory:
         used = max(self._reserved)
         capacity = self.slots - self._spare
         most = max(used, self._first)
-        # Other rows are not copied for little.
+        # Other rows are not copied to save little.
         if not self.fixed and capacity > most + (STEP if used else 0):
             self._resize(most, used)
         for shard in self.active_shards():
             shard[:, :, row].zero_()
 
     def _resize(self, slots: int, used: int) -> None:
-        """Have this many slots for tokens; the first ``used`` are kept."""
+        """Change the number of slots for tokens; the first ``used`` slots are kept."""
         old = self.shards
         self.shards = self._allocate(slots)
         for mine, before in zip(self.active_shards(), old, strict=True):
@@ -180,7 +180,7 @@ class RowMemory:
                 f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
-            return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
+            return memory.zero_()  # a slot that no token sees still counts with 0 x NaN
 
 
 class DeviceKVCache:
@@ -219,7 +219,7 @@ class DeviceKVCache:
 
     @torch.inference_mode()
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values in host memory, those of 16 bits as their bits: NumPy has no bfloat16."""
+        """Keys and values in host memory; 16-bit values as their bits: NumPy has no bfloat16."""
         gathered = torch.cat([cache[..., start:stop, :].cpu() for cache in self._shards()])
         values: Values = (
             gathered.view(torch.int16) if gathered.itemsize == 2 else gathered
@@ -261,8 +261,8 @@ class DeviceKVCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in main memory, of which pages that are not touched are not taken. Products may depend
-    on the alignment."""
+    """Zeros in main memory; untouched pages take no memory. Products may depend on the
+    alignment."""
     size = prod(shape) * dtype.itemsize
     memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -2,7 +2,7 @@
 
 Calls of a round over caches of one memory run as one call. On a GPU it has all rows of the memory,
 so that CUDA graphs stay valid. Exact engines give it one node count and all slots, so one kernel
-computes a row, whatever runs beside it; other engines use the smallest call that holds the longest
+computes a row, whatever runs with it; other engines use the smallest call that holds the longest
 row. Where a row's states do not depend on the number of rows, an exact call of one sequence has few
 nodes, too, and only the LM head keeps the full row count.
 
@@ -68,14 +68,14 @@ def buckets_for(
 
     Args:
         manifest: Manifest of the engine directory.
-        prefill_chunk: Tokens of the prompt that one call takes at most.
+        prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether all rounds, and plain decoding, have one node count: then one kernel computes
             a token's logits, whatever is drafted. None: if a round has at most :data:`EXACT_NODES`
             nodes.
     """
     most = manifest.max_tree_nodes + 1
     smaller = [count for count in BUCKETS if count < most and not has_one_count(manifest, exact)]
-    # A short prompt shall not pay for a long one.
+    # A short prompt must not pay for a long chunk.
     prefill = {min(PREFILL_CHUNK, prefill_chunk), prefill_chunk}
     return (*smaller, most, *sorted(count for count in prefill if count > most))
 
@@ -95,7 +95,7 @@ class DeviceEngine:
             Empty: always the whole cache. A call reads the smallest number that holds its padded
             nodes.
         multiple: Without buckets, calls are padded to a multiple of this.
-        prefill_chunk: Tokens of the prompt that one call takes at most.
+        prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether rows of a batch cannot change each other's logits: then their calls have one
             node count and read whole caches. If not, a call has the smallest of
             :attr:`row_buckets`, and the smallest number of slots, that hold its longest row.
@@ -140,8 +140,8 @@ class DeviceEngine:
         """Prepare and run a call for each bucket and number of slots. A draft drafts a chain in
         calls of one node.
 
-        What the calls write is undone: another engine may have filled the cache. Those of several
-        rows write nothing of them.
+        Writes of the calls to a cache are undone, because another engine may have filled it. Calls
+        of several rows write only to each row's last slots.
         """
         kv_cache = _row(kv_caches[0])
         memory = kv_cache.memory
@@ -151,7 +151,7 @@ class DeviceEngine:
             self._warm_up(kv_cache)
         else:
             self._warm_up_rows(memory)
-            if not self.is_draft:  # a draft runs no prompts
+            if not self.is_draft:  # a draft does not run prompts
                 self._of_prompts()._warm_up(self._staging(memory))
         for stage in self.stages:
             self.on_warm_up(stage.graph)
@@ -160,7 +160,7 @@ class DeviceEngine:
         counts = self.buckets[:1] if self.is_draft else self.buckets
         for count in counts:
             more = [slots for slots in self.slots[:-1] if slots >= count]
-            # The first ones whose calls read more slots.
+            # The first slots at which calls read more slots.
             for slot in (0, *(slots + 1 - count for slots in more)):
                 with kv_cache.kept(slot, slot + count):
                     self.forward(
@@ -202,8 +202,7 @@ class DeviceEngine:
         return tuple(count for count in self.buckets if count in few)
 
     def _of_prompts(self) -> "DeviceEngine":
-        """A copy for prompts beside a batch, with only the buckets that are larger than a
-        round."""
+        """A copy for the prompts of a batch, with only the buckets that are larger than a round."""
         alone = copy(self)
         alone.buckets = tuple(
             count for count in self.buckets if count > self.manifest.max_tree_nodes
@@ -237,8 +236,8 @@ class DeviceEngine:
         return next((slots for slots in self.slots if slots >= stop), 0)
 
     def _seen_over(self, memory: RowMemory, stop: int) -> int:
-        """The same for calls over a memory. Exact calls read whole rows, so that rows do not depend
-        on each other."""
+        """Like :meth:`seen`, for calls over a memory. Exact calls read whole rows, so that rows do
+        not depend on each other."""
         if memory.rows > 1 and self.exact:
             return 0
         return self.seen(stop)
@@ -299,7 +298,7 @@ class DeviceEngine:
         return NO_OUTPUTS
 
     def _staged(self, call: Call) -> StepOutputs:
-        """Run a call of one row in memory for one sequence: its calls are captured once, and not
+        """Run a call of one row in memory for one sequence: its calls are captured once, instead of
         for each row."""
         row = _row(call.kv_cache)
         stop = call.slot + len(call.tokens)
@@ -311,14 +310,14 @@ class DeviceEngine:
         return outputs
 
     def _staging(self, memory: RowMemory) -> DeviceKVCache:
-        """The cache beside several rows in which their prompts run."""
+        """The separate cache in which the prompts of several rows run."""
         prepared = self._prepared_over(memory)
         if prepared.staging is None:
             prepared.staging = self.make_memory(1).caches()[0]
         return prepared.staging
 
     def _prefill(self, call: Call) -> None:
-        """Run a piece of a prompt, in as many calls as it takes at the end of a cache."""
+        """Run a piece of a prompt, in several calls if needed at the end of a cache."""
         tokens = call.tokens
         slot = call.slot
         memory = _row(call.kv_cache).memory
@@ -450,7 +449,7 @@ class DeviceEngine:
                 slots,
             )
         if reused:
-            prepared.steps[key] = step  # the last one used is the last one
+            prepared.steps[key] = step  # the order is from least to most recently used
             if len(prepared.steps) > MOST_STEPS:
                 del prepared.steps[next(iter(prepared.steps))]
         return step
@@ -489,7 +488,7 @@ def _kept(outputs: StepOutputs) -> StepOutputs:
 
 
 def _node(call: Call, at: int) -> Call:
-    """A node of a call as a call of its own."""
+    """A node of a call as a separate call."""
     mask = None if call.tree_mask is None else call.tree_mask[at : at + 1]
     return Call(
         call.kv_cache,
@@ -545,7 +544,7 @@ def make_engines(
         one_by_one: Whether a call of the draft runs one node.
         slots: Numbers of slots that attention may read, in verify and in the draft; see
             :class:`DeviceEngine`.
-        prefill_chunk: Tokens of the prompt that one call takes at most. Default: the manifest's
+        prefill_chunk: Maximum number of prompt tokens in one call. Default: the manifest's
             ``gpu_prefill_chunk`` if calls are padded, else 128, or the slots of the cache if fewer.
         exact: For padded calls of verify, see :func:`buckets_for`. The draft's calls have the
             smallest bucket.

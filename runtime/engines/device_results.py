@@ -25,7 +25,7 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
         For a draft, ids and then log-probabilities of the candidates [2 B, n, K]; for verify, the
         most likely tokens [B, R, 1].
     """
-    if len(results) == 2:  # a kernel has made it
+    if len(results) == 2:  # a kernel has packed the results
         return results[1]
     if len(results) == 1:
         return results[0].argmax(-1, keepdim=True).float()
@@ -33,7 +33,7 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
 
 
 def to_host(tensor: Tensor | None, stream: DeviceStream) -> Tensor | None:
-    """Begin to copy a tensor to the host, in the current stream; on the CPU it is there."""
+    """Begin to copy a tensor to the host, in the current stream; on the CPU it is already there."""
     if tensor is None or not stream.on_gpu:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(

@@ -1,4 +1,4 @@
-"""A chain drafted on a device, without the host between its steps."""
+"""A chain drafted on a device, without the host between steps."""
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ from eesd.runtime.engines.forward_step import STRIDE, Layer, caches_of
 
 
 class DraftLoop:
-    """A chain drafted on the device: each step of one node takes its token from the step before it.
+    """A chain drafted on the device: each step of one node takes its token from the previous step.
     The host waits once."""
 
     def __init__(
         self, manifest: Manifest, stage: StageRunner, layer: Layer, slots: int, pool: object
     ) -> None:
         """Prepare the step, which sees the first ``slots`` slots; 0: all. ``pool`` is the memory
-        pool for its CUDA graph, None: do not capture."""
+        pool for its CUDA graph; None: do not capture."""
         self._stream = stage.stream
         device = stage.stream.device
         pinned = stage.stream.on_gpu
@@ -59,7 +59,7 @@ class DraftLoop:
     def run(
         self, token: int, slot: int, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Run ``count`` steps behind ``token``. Returns the ids and the log-probabilities of each
+        """Run ``count`` steps after ``token``. Returns the ids and the log-probabilities of each
         step, [count, K]."""
         self._given[:] = token, slot, slot, 0
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)

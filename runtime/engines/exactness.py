@@ -1,9 +1,9 @@
 """Whether an engine gives a token's logits the same bits in every call, so that drafting cannot
 change them.
 
-Plain decoding runs one token a call, a round several, a prefill many. The logits are the same bits
-only if the kernels add in an order that depends neither on the number of rows of a call nor on the
-size of the cache. This is checked by running it.
+A call has one token in plain decoding, several in a round, and many in prefill. The logits have the
+same bits only if the kernels add in an order that depends neither on the number of rows of a call
+nor on the size of the cache. The check runs such calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,20 @@ from eesd.runtime.engines.base import Call, Engine, KVCache, Logits
 PROMPT = 40
 CHUNKS = (PROMPT, 16, 7, 1)
 SLOTS = (0, 256, 512)
-"""Cache sizes to reserve; 0: what a new cache has."""
+"""Cache sizes to reserve; 0: the size of a new cache."""
 TREE_NODES = 12
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What comparing rows of logits gave.
+    """Result of comparing rows of logits.
 
     Attributes:
         calls: Calls of the engine.
         positions: Rows that were compared.
         differing: Rows in which a bit differs.
         largest: Largest absolute difference of a logit.
-        kinds: What the calls that differ have in common: ``rows`` (of a call), ``slots`` (of the
+        kinds: Kinds of variation among calls that differ: ``rows`` (of a call), ``slots`` (of the
             cache), ``chunks`` (of the prompt), ``threads``.
     """
 
@@ -41,8 +41,8 @@ class Differences:
     kinds: frozenset[str] = frozenset()
 
     def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
-        """These differences and a call's, whose rows [n, V] are compared with at least as many
-        expected ones."""
+        """These differences and those of a call, whose rows [n, V] are compared with n or more
+        expected rows."""
         expected = expected[: len(found)]
         # Bits, not values: -0 and 0 are equal, NaN is never.
         wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)
@@ -71,8 +71,8 @@ class Exactness:
     """Checks engines of one directory with the same tokens.
 
     Attributes:
-        chains: Differences among calls over consecutive tokens: what plain decoding, prefill and
-            drafted chains run.
+        chains: Differences among calls over consecutive tokens, as in plain decoding, prefill and
+            drafted chains.
         trees: Differences of a tree's nodes from their paths, run as chains.
     """
 
@@ -98,7 +98,7 @@ class Exactness:
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
         """Compare calls of 1 to M + 1 rows, with other caches and chunks of the prompt, and a tree.
 
-        The first engine's rows are what all others are compared with: check engines with other
+        All other engines are compared with the first engine's rows: check engines with other
         numbers of threads, too.
 
         Args:
@@ -127,7 +127,7 @@ class Exactness:
             progress()
 
     def check_quickly(self, engine: Engine) -> bool:
-        """Compare a few calls of one and two rows with one of all rows from slot 0 on. Returns
+        """Compare a few calls of one and two rows with a call of all rows from slot 0 on. Returns
         whether all bits are equal."""
         [kv_cache] = engine.new_kv_caches()
         kv_cache.reserve(self._rows)
@@ -155,13 +155,13 @@ class Exactness:
             )
 
     def _forward(self, engine: Engine, kv_cache: KVCache, rows: int, skip: int = 0) -> Logits:
-        """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""
+        """The logits of ``rows`` tokens after the prompt and ``skip`` further tokens."""
         first = self._prompt + skip
         stop = self._prompt + skip + rows
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
     def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
-        """Decode the first few tokens as plain decoding does, so that also the cache comes from
+        """Decode the first few tokens as plain decoding does, so that the cache also comes from
         calls of one row."""
         for row in range(min(4, self._rows)):
             self.chains = self.chains.with_rows(
@@ -169,7 +169,7 @@ class Exactness:
             )
 
     def _tree(self, engine: Engine, kv_cache: KVCache) -> None:
-        """Run a random tree behind the prompt, then the path of each of its nodes as a chain."""
+        """Run a random tree after the prompt, then the path of each of its nodes as a chain."""
         random = np.random.default_rng(1)
         count = min(TREE_NODES, self._rows)
         prompt = self._prompt

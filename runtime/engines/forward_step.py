@@ -97,12 +97,12 @@ class _StageStep:
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0: a call for chains only.
-            logit_rows: R; the last nodes get logits. Of more than there are nodes, the others are
-                the last node's.
-            slots: Attention reads so many of the first slots; 0: all.
+            logit_rows: R; the last nodes get logits. If R exceeds the number of nodes, the last
+                node's logits fill the remaining rows.
+            slots: Number of slots, from the first on, that attention reads; 0: all.
             hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage
                 takes the tokens.
-            pool: Memory pool for its CUDA graph; None: do not capture.
+            pool: Memory pool for the stage's CUDA graph; None: do not capture.
         """
         device = stage.stream.device
         caches = caches_of(stage, layer)
@@ -121,7 +121,7 @@ class _StageStep:
         inputs = StepInputs(self.x, views.positions, views.slot, self._mask, self._rows, caches)
         self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []
-        self.host_results: Tensor | None = None  # of the last stage
+        self.host_results: Tensor | None = None  # results of the last stage
         self._graph = CapturedGraph(stage.stream, pool if stage.capturable else None)
 
     def body(self) -> None:
@@ -132,7 +132,7 @@ class _StageStep:
             self.host_results.copy_(pack_results(self.results), non_blocking=True)
 
     def run(self, previous: "_StageStep | None") -> None:
-        """Run behind the previous stage, in this one's stream."""
+        """Run after the previous stage, in this stage's stream."""
         if previous is not None:
             self.x.copy_(previous.results[0], non_blocking=True)
         self._graph.run(self.body)
@@ -158,14 +158,14 @@ class ForwardStep:
         Args:
             manifest: Manifest of the engine directory.
             stages: The stages of the engine.
-            is_draft: Whether it is the draft engine.
-            layer: The KV caches, which say how many sequences there are.
+            is_draft: Whether the stages are those of the draft engine.
+            layer: The KV caches, which determine the number of sequences.
             count: n, padding included.
             width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round
                 has.
-            logit_rows: R; the last nodes of each sequence get logits. A draft's all do.
+            logit_rows: R; the last nodes of each sequence get logits. In a draft, all nodes do.
             pool: Memory pool for CUDA graphs; None: do not capture.
-            slots: Attention reads so many of the first slots; 0: all.
+            slots: Number of slots, from the first on, that attention reads; 0: all.
         """
         pinned = stages[0].stream.on_gpu
         cache = layer(stages[0].graph.caches[0])
@@ -194,7 +194,7 @@ class ForwardStep:
                         stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool
                     )
                 )
-        # Of a draft ids and then log-probabilities.
+        # For a draft, ids and then log-probabilities.
         shape = (
             (2 * self._batch, count, manifest.draft_top_k)
             if is_draft
@@ -204,8 +204,8 @@ class ForwardStep:
         self._stages[-1].host_results, self._found = self._host_results, self._host_results.numpy()
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
-        """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and
-        writes its last slots."""
+        """Write the inputs of each sequence, up to n nodes. None: a sequence that only fills the
+        call, and writes its last slots."""
         for inputs, call in zip(self._inputs, calls, strict=True):
             if call is None:
                 self._set_row(inputs, (), (), self._slots - self._count)
@@ -241,12 +241,12 @@ class ForwardStep:
         """Run all stages, and wait for the results.
 
         Args:
-            wanted: Sequences, the number of their first nodes whose results are returned, and what
-                chooses from their logits.
+            wanted: For each sequence its index, the number of its first nodes whose results are
+                returned, and the function that chooses from its logits.
         """
-        with ExitStack() as stack:  # each stream once: that takes as long as a launch
+        with ExitStack() as stack:  # each stream once: activating takes as long as a launch
             for previous, step in zip((None, *self._stages), self._stages, strict=False):
-                # Those before stay current: copies from there run in them.
+                # Earlier streams stay current on their devices: copies from there run in them.
                 stack.enter_context(step.stage.stream.activate())
                 step.run(previous)
             chosen = [self._chosen(*one) for one in wanted]

@@ -1,4 +1,4 @@
-"""KV caches whose slots follow the text: how they grow, and the one in host memory."""
+"""KV caches whose slots follow the text: the rule of growth, and the cache in host memory."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ STEP = 128
 
 
 def grown(capacity: int, slots: int, limit: int) -> int:
-    """The capacity of a cache that shall hold ``slots`` slots, more than its present capacity.
+    """The new capacity of a cache for ``slots`` slots, more than its current capacity.
 
     Raises:
-        EESDError: They are more than ``limit``.
+        EESDError: ``slots`` is more than ``limit``.
     """
     if slots > limit:
         raise EESDError(
@@ -27,15 +27,15 @@ def grown(capacity: int, slots: int, limit: int) -> int:
 
 
 class HostKVCache:
-    """The keys and values of one sequence in host memory, as the exported graphs take them.
+    """The keys and values of one sequence in host memory, in the form of the exported graphs.
 
     Slot i holds the i-th token of the sequence; a round's root is in slot w, and its drafted nodes
-    are behind it. Attention costs what S says, not what is filled, so S follows the text in small
-    steps, up to ``limit``.
+    come after it. The cost of attention depends on S, not on the filled slots, so S follows the
+    text in small steps, up to ``limit``.
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.
-        limit: Most slots.
+        limit: Maximum number of slots.
     """
 
     fixed_bytes = 0
@@ -60,14 +60,14 @@ class HostKVCache:
             self._resize(grown(self.slots, slots, self.limit), self.slots)
 
     def reset(self) -> None:
-        """Begin another sequence at the first size, so that a short text does not pay for a long
-        one before it."""
+        """Begin another sequence at the first size, so that a short text does not pay for an
+        earlier long text."""
         if self.slots > self._first:
             self._resize(self._first, 0)
         self.clear(0)
 
     def _resize(self, slots: int, used: int) -> None:
-        """Have this many slots; the first ``used`` are kept."""
+        """Change the number of slots; the first ``used`` slots are kept."""
         old = self.data
         self.data = np.zeros((*old.shape[:4], slots, old.shape[5]), np.float32)
         self.data[..., :used, :] = old[..., :used, :]

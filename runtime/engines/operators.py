@@ -1,8 +1,8 @@
-"""The library of this project's own operators, which ONNX Runtime on the CPU runs in the place of
-standard nodes.
+"""The library of this project's operators, which ONNX Runtime on the CPU runs in place of standard
+nodes.
 
 It is built with the package where there is a C++ compiler (``runtime/operators/``). Without it, or
-on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's own operators run the graphs.
+on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators run the graphs.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ LIBRARY = Path(__file__).with_name(
     "libeesd_operators" + (".dll" if platform.system() == "Windows" else ".so")
 )
 KERNELS = ("avx512", "avx2vnni", "avx2", "i8mm", "neon", "scalar")
-"""Kernels by name, the fastest ones first."""
+"""Names of kernels, the fastest first."""
 MISSING = (
     "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 "
     "times slower, and in float32."
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
 _making = RLock()
-"""Held while a session is made, and while kernels are asked for: what a session's nodes take is set
-for the whole process, and asking sets it, too."""
+"""Held while a session is made, and while kernels are queried: the configuration of a session's
+nodes is global to the process, and a query sets it, too."""
 
 
 @cache
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        EESDError: It is not built, or cannot be loaded here.
+        EESDError: The library is not built, or cannot be loaded here.
     """
     found: ctypes.CDLL | None = _library()
     if found is None:
@@ -66,14 +66,14 @@ def library() -> ctypes.CDLL:
 
 
 def missing() -> str:
-    """Why the operators cannot be used here, in one sentence; "" if they can."""
+    """The reason why the operators cannot be used here, in one sentence; "" if they can."""
     if _library() is None:
         return f"{MISSING} Remedy: {build_remedy()}."
     return SLOW if fastest() == "scalar" and platform.machine() in ("x86_64", "AMD64") else ""
 
 
 def build_remedy() -> str:
-    """How to build the library. pip would take a wheel without it from its cache."""
+    """How to build the library. From its cache, pip would take a wheel without the library."""
     again = ("--force-reinstall", "--no-deps", "--no-cache-dir")
     return f"install a C++ compiler (g++ or clang++), and then run: {pip_install('', *again)}"
 
@@ -84,7 +84,7 @@ def fastest() -> str:
 
 
 def supported() -> list[str]:
-    """Names of the kernels that this processor supports, the fastest ones first."""
+    """Names of the kernels that this processor supports, the fastest first."""
     with _making:
         return [
             name
@@ -96,10 +96,10 @@ def supported() -> list[str]:
 def configure(
     kernels: str, threads: int, int8_activations: bool, kv_cache_dtype: str = "float32"
 ) -> str:
-    """Set what the nodes of the next session take. Returns the name of the kernels.
+    """Configure the nodes of the next session. Returns the name of the kernels.
 
     Raises:
-        EESDError: This processor does not support them.
+        EESDError: This processor does not support the kernels.
     """
     with _making:
         cells = KV_CACHE_DTYPES.index(kv_cache_dtype)
@@ -125,11 +125,12 @@ def make_session(
     """Load a graph with operators of this project into an ONNX Runtime session.
 
     Args:
-        graph: The file.
+        graph: The graph file.
         threads: CPU threads of the session.
         int8_activations: Whether products with levels round activations to 8 bits.
-        kernels: A name in :data:`KERNELS`; "" for the fastest ones.
-        kv_cache_dtype: Of the caches that attention reads and writes, in :data:`KV_CACHE_DTYPES`.
+        kernels: A name in :data:`KERNELS`; "" for the fastest.
+        kv_cache_dtype: Type of the caches that attention reads and writes, in
+            :data:`KV_CACHE_DTYPES`.
 
     Raises:
         EESDError: The graph cannot be loaded, or the processor does not support the kernels.
@@ -140,8 +141,8 @@ def make_session(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False
-    # Draft and verify alternate: threads that went on spinning behind a call would take the cores
-    # from the other session's.
+    # Draft and verify alternate: threads that went on spinning after a call would take the cores
+    # from the other session's threads.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
         configure(kernels, threads, int8_activations, kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators on the exported graphs.
+"""ONNX Runtime's standard operators on the exported graphs.
 
 On the CPU they are for machines without this project's operators, and the reference of exports and
 checks: simple, not fast. On a GPU they need torch, but no plans and no Triton. Calls are not
@@ -31,17 +31,17 @@ if TYPE_CHECKING:  # a CPU needs no torch
 
 HIDDEN = np.float32(MASKED)
 NARROW = ("float16", "bfloat16")
-"""Element types that these operators are slow in."""
+"""Element types for which these operators are slow."""
 Read = Callable[[Path, ort.SessionOptions], str | bytes]
-"""Gives a session what it loads of a graph: the file, or a changed graph."""
+"""Returns the graph for a session to load: the file, or a changed graph."""
 CPU_PROVIDERS = ["CPUExecutionProvider"]
 ORT_TYPES = {"tensor(float)": "float32"} | {
     f"tensor({name})": name for name in ("int64", "float16", "bfloat16")
 }
 """Element types by ONNX Runtime's names."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
-"""Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no
-bfloat16."""
+"""Numbers of element types in ``TensorProto.DataType``. NumPy types are not enough, because NumPy
+has no bfloat16."""
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight
 is larger: it becomes part of the MatMul that packs the weight, where folding would write a copy of
@@ -94,7 +94,7 @@ class OrtEngine:
         return [HostKVCache(self.manifest) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Do nothing: every call is bound by itself."""
+        """Do nothing: every call is bound separately."""
 
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Attention reads the whole cache."""
@@ -106,12 +106,12 @@ class OrtEngine:
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> StepOutputs:
-        """Run a call through all stages; without logits the last node has some nevertheless,
-        because no graph goes without."""
+        """Run a call through all stages. A call without logits computes them for the last node,
+        because every graph has logits."""
         kv_cache = _host(call.kv_cache)
         count = len(call.tokens)
         if not count:
-            # Who asks for nothing would ask again for ever.
+            # A caller without tokens would repeat the call forever.
             raise EESDError("A call of the engine has no tokens.")
         x = np.array([call.tokens], np.int64)
         given: dict[str, NDArray[Any]] = {
@@ -164,7 +164,7 @@ def _run_stage(
 
 
 def _mask(call: Call, slots: int) -> NDArray[np.float32]:
-    """What each token must not see, [1, 1, n, S], as an additive mask."""
+    """The additive mask [1, 1, n, S] of the slots that each token must not see."""
     at = np.arange(slots)
     count = len(call.tokens)
     if call.tree_mask is None:
@@ -279,8 +279,8 @@ def load_session(
         read: See :class:`OrtEngine`.
 
     Raises:
-        EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest
-            says. Buffers are bound by what the manifest says.
+        EESDError: The graph cannot be loaded, or its inputs and outputs differ from the manifest's,
+            by which buffers are bound.
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads)
@@ -306,12 +306,12 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what it logs below that, it also raises
+    options.log_severity_level = 4  # messages below that level are also raised
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # They become float32 when the graph is loaded: MatMulNBits gives a row alone other bits
-        # than beside others (docs/decisions/0139-without-operators-levels-become-float32.md).
+        # Levels become float32 when the graph is loaded: MatMulNBits gives a row alone other bits
+        # than with others (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
         options.add_session_config_entry(

@@ -21,7 +21,7 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
 
     Args:
         engine: The verify engine.
-        kv_caches: Of all rows of a batch, without texts. What they hold is overwritten.
+        kv_caches: Caches of all rows of a batch, without texts. Their contents are overwritten.
 
     Raises:
         EESDError: A bit differs.

@@ -1,4 +1,4 @@
-"""Engines whose weights are split over processes: rank 0 decodes, and the others do what it says.
+"""Engines whose weights are split over processes: rank 0 decodes, and the other ranks follow.
 
 The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
 engines and caches, each over its part of the model. Rank 0 sends each call of a method to the other
@@ -6,8 +6,8 @@ ranks, which make the same call. Samplers, controllers and texts are rank 0's al
 no clock in common.
 
 All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through
-gloo, from one rank to another. Gloo's own collectives are not used: their threads free Python's
-tensors some time after a call. Where Python has begun to end by then, C++ aborts the process.
+gloo, from one rank to another. Gloo's collectives are not used: their threads free Python's tensors
+some time after a call. If Python has begun to exit by then, C++ aborts the process.
 """
 
 import atexit
@@ -40,12 +40,13 @@ from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
 
 PATIENCE = timedelta(minutes=10)
-"""In which all ranks must have started."""
+"""Time in which all ranks must start."""
 FOREVER = timedelta(days=3650)
 LEAVING = 60.0
-"""Seconds that rank 0 waits for the others to end."""
+"""Seconds that rank 0 waits for the other ranks to end."""
 FIRST = 4096
-"""Bytes of an order's first message, which holds all of it but for prompts and keys and values."""
+"""Bytes of an order's first message. It holds the whole order, except for prompts and for keys and
+values."""
 ORDERS, PARTS = range(2)
 """Tags of messages."""
 NUMPY = "numpy._core.multiarray"
@@ -53,9 +54,9 @@ READ = {
     *((NUMPY, "_reconstruct"), (NUMPY, "scalar"), ("numpy", "ndarray"), ("numpy", "dtype")),
     *(("builtins", "range"), (Call.__module__, "Call")),
 }
-"""What an order is made of, beside Python's own lists, tuples, texts and numbers."""
+"""Types in an order, besides Python's lists, tuples, texts and numbers."""
 TOLD = {"forward"}
-"""Methods that rank 0 may tell other ranks to call."""
+"""Methods that rank 0 may make other ranks call."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class Split:
 
     Each rank has some heads of every attention and some columns of every MLP, or of each expert:
     the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of what
-    both add to x. The parts are added in the order of the ranks. Embeddings, norms, routers and LM
-    heads are on every rank.
+    attention and MLP add to x. The parts are added in the order of the ranks. Embeddings, norms,
+    routers and LM heads are on every rank.
 
     Attributes:
         ranks: Number of ranks.
-        rank: This one.
-        add: Adds the parts of all.
+        rank: Index of this rank.
+        add: Adds the parts of all ranks.
     """
 
     ranks: int
@@ -79,7 +80,7 @@ class Split:
     add: Add
 
     def ranges(self, sizes: Sequence[int]) -> list[slice]:
-        """This rank's share of each of several ranges, which lie one after another."""
+        """This rank's share of each of several consecutive ranges."""
         rank = self.rank
         ranks = self.ranks
         begins = accumulate(sizes, initial=0)
@@ -90,14 +91,13 @@ class Split:
 
 
 class Team:
-    """The ranks, as one of them sees them."""
+    """The ranks, from the view of this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        """Meet the others. ``device`` is where this rank computes.
+        """Connect to the other ranks. ``device`` is this rank's device.
 
         Raises:
-            EESDError: A model is split over these processes already, or they do not find each
-                other.
+            EESDError: A model is already split over these processes, or they cannot connect.
         """
         if dist.is_initialized():
             raise EESDError("These processes share a model already; start others for another one.")
@@ -136,7 +136,7 @@ class Team:
         return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """An array of each rank, all of one shape."""
+        """Arrays of all ranks, which have the same shape."""
         return [
             part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))
         ]
@@ -150,8 +150,8 @@ class Team:
         return found
 
     def number(self, shared: "TeamEngine | TeamCache") -> int:
-        """The number of an engine or a cache, which has the same one on all ranks. Rank 0 says when
-        it is no longer needed."""
+        """The number of an engine or a cache, the same on all ranks. Rank 0 announces when the
+        object is no longer needed."""
         number = next(self._numbers)
         if self.rank:
             self._shared[number] = shared
@@ -160,7 +160,7 @@ class Team:
         return number
 
     def tell(self, whose: "TeamEngine | TeamCache", method: str, *values: Any) -> None:
-        """Tell the other ranks to call a method. Ranks that were told themselves tell nobody."""
+        """Order the other ranks to call a method. Ranks that follow an order send no orders."""
         if self.rank:
             return
         forgotten = [self._forgotten.pop() for _ in range(len(self._forgotten))]
@@ -172,7 +172,7 @@ class Team:
             self._exchange(*(P2POp(isend, message, rank, tag=ORDERS) for rank in self._others))
 
     def obey(self) -> None:
-        """Call what rank 0 tells to call."""
+        """Run the orders of rank 0."""
         data = self._received(FIRST)
         size = int.from_bytes(data[:8], "little")
         if size > FIRST - 8:
@@ -190,7 +190,7 @@ class Team:
         return message.numpy().tobytes()
 
     def _exchange(self, *messages: P2POp) -> None:
-        """Send and receive messages. If another rank has ended, so does this process."""
+        """Send and receive messages. If another rank has ended, end this process."""
         try:
             for work in dist.batch_isend_irecv(list(messages)):
                 _wait(work)
@@ -200,8 +200,8 @@ class Team:
             raise
 
     def watch(self) -> None:
-        """From now on end this process when another one ends: it might wait for that one forever,
-        in the middle of a sum."""
+        """From now on end this process when another process ends: it might wait for the other
+        forever, in the middle of a sum."""
         for other in [0] if self.rank else self._others:
             self._watches.append(
                 threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True)
@@ -209,7 +209,7 @@ class Team:
             self._watches[-1].start()
 
     def _watch(self, other: int) -> None:
-        """Wait until another process ends, or rank 0 says that this one shall."""
+        """Wait until another process ends, or rank 0 orders this process to end."""
         with suppress(RuntimeError):
             _wait(irecv(torch.empty(1), other, self._life))
             self._leaving = True
@@ -217,8 +217,8 @@ class Team:
             self._end(other)
 
     def leave(self) -> None:
-        """End the other processes, whatever they do, with exit code 0, and wait until they have
-        gone. For rank 0."""
+        """End the other processes, whatever they are doing, with exit code 0, and wait until they
+        have ended. For rank 0."""
         self._leaving = True
         for other in self._others:
             with suppress(RuntimeError):
@@ -228,11 +228,11 @@ class Team:
             watch.join(LEAVING)
 
     def _end(self, other: int) -> NoReturn:
-        """End this process, once, from whichever thread: the others may wait in a library that no
+        """End this process, once, from any thread: other threads may wait in a library that no
         exception reaches."""
         self._ending.acquire()
         if self._leaving:
-            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # behind a sum that does not end
+            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # in case a sum does not end
             self._end_sums()
         else:
             print(
@@ -245,7 +245,7 @@ class Team:
         os._exit(0 if self._leaving else 1)
 
     def _end_sums(self) -> None:
-        """All ranks do that together."""
+        """End the sums. All ranks call this together."""
         if self._sums is not None:
             dist.destroy_process_group(self._sums)
 
@@ -257,7 +257,7 @@ def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the numbers of engines and caches instead of what they hold."""
+    """Writes the numbers of engines and caches instead of their contents."""
 
     def persistent_id(self, value: Any) -> int | None:
         return value.number if isinstance(value, TeamCache | TeamEngine) else None
@@ -284,7 +284,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def told(method: Method) -> Method:
-    """A method that the other ranks call, too, once rank 0 has begun to."""
+    """Decorate a method of rank 0 that the other ranks call, too."""
 
     TOLD.add(method.__name__)
 
@@ -386,17 +386,17 @@ def _own(kv_cache: KVCache) -> DeviceKVCache:
 def lead(
     team: Team, verify: DeviceEngine, draft: DeviceEngine | None
 ) -> tuple[TeamEngine, TeamEngine | None]:
-    """Rank 0's engines. When its process ends, so do the others."""
+    """Rank 0's engines. When its process ends, the other processes end, too."""
     team.watch()
     atexit.register(team.leave)
     return TeamEngine(team, verify), None if draft is None else TeamEngine(team, draft)
 
 
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
-    """Do what rank 0 says, until that ends, and this process with it.
+    """Follow the orders of rank 0. When rank 0 ends, this process ends, too.
 
-    Signals are for rank 0 to answer: torchrun, and a terminal, send them to all ranks, and rank 0
-    may have something to finish.
+    Only rank 0 handles signals: torchrun, and a terminal, send them to all ranks, and rank 0 may
+    have something to finish.
     """
     with suppress(ValueError):  # only the main thread may do that
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -47,8 +47,8 @@ class TorchStageRunner:
         largest_round: int = 0,
     ) -> None:
         """Wrap a module. Calls of several rows, of up to ``largest_round`` nodes each, share memory
-        for their results: logits of many rows are large, and each captured call would keep its
-        own."""
+        for their results: logits of many rows are large, and each captured call would keep a
+        copy."""
         self.module = module
         self.graph = graph
         self.stream = stream
@@ -97,7 +97,7 @@ def open_torch(
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
-        split: The rank that this process is. None: it has all weights.
+        split: This process's rank. None: the process has all weights.
         kernels: See :func:`~eesd.runtime.engines.torch_weights.load_modules`.
 
     Returns:
@@ -145,7 +145,7 @@ def open_torch(
         multiple=ROWS,
         slots=(slots, slots),
     )
-    # Ranks add their parts in an order that may depend on how many rows there are.
+    # Ranks add their parts in an order that may depend on the number of rows.
     if on_gpu and not several and split is None and all(stage.by_rows for stage in stages):
         found = engines(exact=exact, by_rows=True)
         if has_equal_rows(found[0]):
@@ -177,11 +177,11 @@ def has_equal_rows(verify: DeviceEngine) -> bool:
 def open_team(
     directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
 ) -> tuple[TeamEngine, TeamEngine | None]:
-    """Load this rank's part of the weights, of processes that were started together. Only rank 0
-    returns.
+    """Load this rank's part of the weights, in one of several processes started together. Only rank
+    0 returns.
 
-    Each rank takes the GPU of its number on its machine, if there are any. Arguments and errors as
-    for :func:`open_torch`; fewer GPUs than ranks are an error, too.
+    Each rank takes the GPU of its number on its machine, if there are GPUs. Arguments and errors
+    are those of :func:`open_torch`; fewer GPUs than ranks are an error, too.
     """
     device = "cpu"
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -192,7 +192,7 @@ def open_team(
                 f"Rank {local} of this machine has no GPU, as torch sees "
                 f"{torch.cuda.device_count()}; start fewer."
             )
-    manifest.on_rank(ranks())  # refuses before it meets the others
+    manifest.on_rank(ranks())  # refuses before ranks connect
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
     if team.rank:

@@ -2,14 +2,14 @@
 
 Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A
 decoding pass has so few rows that a kernel takes about as long as its launch. Here a block has four
-matrix products, of joined weights, instead of seven, and six kernels beside them instead of some
-fifty. They compute with float32 inside, and round where torch does at the end. A row's bits depend
-neither on the other rows nor on how many there are.
+matrix products, of joined weights, instead of seven, and six other kernels instead of about fifty.
+They compute in float32, and round only where torch does at the end. A row's bits depend neither on
+the other rows nor on their number.
 
 Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call
 has too few heads for a GPU that reads all slots of a head in one program, as torch's attention does
-for so few queries. Where a split ends depends on the number of slots that a call may see. Which
-slots a token sees follows from its own slot or from the tree, so there is no mask. Calls of more
+for few queries. The ends of splits depend on the number of slots that a call may see. The slots
+that a token sees follow from the token's slot or from the tree, so there is no mask. Calls of more
 tokens than a round has, as for a prompt, use torch's attention.
 
 On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and
@@ -37,27 +37,27 @@ from eesd.model.torch_ops import Inputs, TorchOperations, attend
 from eesd.runtime.engines.torch_quantized import ComputedBefore
 
 MOST_NODES = 64
-"""Tokens of a sequence, at most, for which attention is computed in splits, and derives its
+"""Maximum number of tokens of a sequence for which attention is computed in splits, and derives its
 mask."""
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
 """Slots of a split."""
 ROWS = 64
-"""Queries of a program of attention, for any number of tokens: so one program computes them all,
-and a query's bits stay."""
+"""Queries of a program of attention, for any number of tokens: one program computes them all, so a
+query's bits do not change."""
 WIDEST_HEAD = 256
-"""Numbers of a head, at most: wider ones do not fit the shared memory of all GPUs."""
+"""Maximum numbers per head: wider heads do not fit the shared memory of all GPUs."""
 WIDE = 1024
 """Numbers that a program of an elementwise kernel computes."""
 PART = 4096
-"""Logits of a program that looks for the best."""
+"""Logits of a program that looks for the best logits."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP = tl.constexpr(2**31 - 1)
 NONE = tl.constexpr(-(2**63))
 """The highest value of each half of a key, and a number below all keys; see
 :func:`_best_of_part`."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers whose weights lie together, so that they are one."""
+"""Linear layers whose weights lie together, so that they run as one layer."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
@@ -195,7 +195,7 @@ def rotate_and_write(
         position_ids: [B, n].
         write_indices: Slot of each sequence's first token, [B].
         norms: Weights [D] of the norms of queries and keys, if the model has them.
-        eps: Of the norms.
+        eps: Epsilon of the norms.
         cache: Keys and values [B, KV, S, D], equally strided, a slot's numbers together.
 
     Returns:
@@ -238,8 +238,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their
-    peak and their weight."""
+    """A split of the slots, for a KV head and some of its queries: sums before division, their peak
+    and their weight."""
     STEP: tl.constexpr = 64 if WIDTH <= 128 else 32
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -429,16 +429,16 @@ def _join_best(  # type: ignore[no-untyped-def]
 
 
 def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tensor:
-    """The most likely tokens, of equal ones the first, and their log-probabilities.
+    """The most likely tokens, the first among equals, and their log-probabilities.
 
     Args:
         logits: [B, n, V].
         count: K, at most V. 0: the most likely token alone.
-        tokens: The token of each column, [V] int64; None: its number.
+        tokens: The token of each column, [V] int64; None: the column's index.
 
     Returns:
-        In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the
-        tokens [B, n, 1].
+        In float32: the ids [B, n, K] and then the log-probabilities, [2 B, n, K]; or the tokens
+        [B, n, 1].
     """
     batch, nodes, size = logits.shape
     kept = max(count, 1)
@@ -455,8 +455,8 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors one behind the other, along their first dimension: a view where they lie so in
-    memory, else a copy."""
+    """Tensors concatenated along their first dimension: a view if they are adjacent in memory, else
+    a copy."""
     first = parts[0]
     step = parts[0].stride(0)
     begin = first.storage_offset()
@@ -475,11 +475,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Sum:
-    """What a block adds to x, until the norm behind adds it up.
+    """x and a block's addition to it, until the next norm adds them up.
 
     Attributes:
         x: [B, n, hidden].
-        added: What attention adds.
+        added: The addition of attention.
         total: The sum, once a norm has read it.
     """
 
@@ -499,7 +499,7 @@ class FusedOperations(TorchOperations):
         return y
 
     def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
-        """One product where the weights lie together."""
+        """Compute one product where the weights lie together."""
         apart = [one for one in layers if not isinstance(self.module(one.name), ComputedBefore)]
         found = [self.module(layer.name) for layer in apart]
         if len(found) == 1 or not all(isinstance(one, nn.Linear) for one in found):
@@ -537,8 +537,8 @@ class FusedOperations(TorchOperations):
 def fuse(*modules: Draft | Verify) -> None:
     """Give graphs the operations with kernels. A draft and a verify may share modules.
 
-    Models with other parts than Llama's and those with a head of EAGLE-3 keep torch's: the kernels
-    know no others. The most likely tokens are found by a kernel in all models.
+    Models with other parts than Llama's, or with a head of EAGLE-3, keep torch's operations: the
+    kernels do not support them. A kernel finds the most likely tokens in all models.
     """
     for module in modules:
         module.best = find_best
@@ -554,8 +554,8 @@ def fuse(*modules: Draft | Verify) -> None:
 
 
 def _put_together(layers: Sequence[nn.Linear]) -> None:
-    """Make the weights of linear layers views of one, and their biases. What a graph does not use
-    has no weights, and stays as it is."""
+    """Make the weights and biases of linear layers views of one tensor each. Layers that a graph
+    does not use have no weights, and stay as they are."""
     layers = [layer for layer in layers if not layer.weight.is_meta]
     for kind in ("weight", "bias"):
         parts = [getattr(layer, kind) for layer in layers if getattr(layer, kind) is not None]
@@ -566,15 +566,15 @@ def _put_together(layers: Sequence[nn.Linear]) -> None:
 
 
 def computes_by_rows(verify: Verify) -> bool:
-    """Whether a row's states do not depend on how many rows a call has: products with torch's
-    weights do."""
+    """Whether a row's states do not depend on the number of rows of a call: products with torch's
+    weights depend on it."""
     blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
     products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
     return verify.operations is FusedOperations and not any(products)
 
 
 def _has_other_parts(geometry: Geometry) -> bool:
-    """Whether a block computes anything otherwise than Llama's, or has too wide heads."""
+    """Whether a block differs from Llama's in any computation, or has too wide heads."""
     return bool(
         geometry.head_dim > WIDEST_HEAD
         or geometry.qk_norm_joint

@@ -3,15 +3,15 @@
 registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
-of the inputs. It goes through them in steps. In each it reads the levels once, makes of them the
-weights that :func:`~eesd.model.quantized.dequantize` makes, rounded to the type of the activations,
-and multiplies every group by them. Sums are float32; another kernel adds those of the parts, always
+of the inputs. It processes the inputs in steps. Each step reads the levels once, turns them into
+the weights of :func:`~eesd.model.quantized.dequantize`, rounded to the type of the activations, and
+multiplies every group by them. Sums are float32; another kernel adds the sums of the parts, always
 in the same order, and rounds once.
 
-A row's bits depend neither on the other rows nor on how many there are: every group is a product of
-the same shape, whose sums run over the inputs in the same order, and where parts begin depends on
-the weight alone. Nothing is tuned when it runs. The number of groups only says how many rows share
-the levels that are read.
+A row's bits depend neither on the other rows nor on their number: every group is a product of the
+same shape, whose sums run over the inputs in the same order, and the parts depend on the weight
+alone. Nothing is tuned at run time. The number of groups only determines how many rows share the
+levels that are read.
 
 Levels are stored for the tensor cores. A word of 32 bits has eight levels of 4 bits, or four of 8,
 of one output. Their inputs lie a fixed number apart, so a step is that many products, and neither a
@@ -29,13 +29,13 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a group: as many as tensor cores multiply at least."""
+"""Rows of a group: the minimum for tensor cores."""
 MOST_GROUPS = 4
-"""Groups of a program. A round of 32 drafts has three."""
+"""Maximum number of groups of a program. A round of 32 drafts has three."""
 PROGRAMS = 512
-"""Inputs are split in parts until a weight has so many programs."""
+"""Inputs are split into parts until a weight has this number of programs."""
 STEPS = (32, 16, 8, 4)
-"""Steps of a part: the most with which a weight has enough programs."""
+"""Steps of a part: the largest number that gives a weight enough programs."""
 STAGES = 3
 """Steps in a program's shared memory at a time."""
 WIDE = 512
@@ -57,9 +57,9 @@ def _spread(magic: int) -> str:
 
 
 SPREAD_FLOAT16 = tl.constexpr(_spread(0x6400))
-"""Into the low bits of 1,024, where they count ones."""
+"""Puts levels into the low bits of 1,024, where they count ones."""
 SPREAD_BFLOAT16 = tl.constexpr(_spread(0x4300))
-"""Into the low bits of 128."""
+"""Puts levels into the low bits of 128."""
 FLOAT16 = tl.constexpr((tl.float16,) * 8)
 BFLOAT16 = tl.constexpr((tl.bfloat16,) * 8)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
@@ -67,8 +67,8 @@ REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The levels in words as numbers, from the lowest bits on, each with what :func:`_multiply`
-    calls their base."""
+    """The levels in words as numbers, from the lowest bits on, each with the base of
+    :func:`_multiply`."""
     numbers = ()
     if ASM and BITS == 4 and DTYPE == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(SPREAD_BFLOAT16, REGISTERS, [words], BFLOAT16, True, 2)
@@ -88,8 +88,8 @@ def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shared(values, begin, inputs, outputs, column, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the inputs of a block share, [in / BLOCK, out], for columns and ``COUNT`` blocks from
-    the input ``begin`` on."""
+    """Values [in / BLOCK, out] that the inputs of a block share, for columns and ``COUNT`` blocks
+    from the input ``begin`` on."""
     found = ()
     if values is not None:
         for number in tl.static_range(COUNT):
@@ -134,7 +134,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     place = tl.arange(0, PANEL)[None, :] * WORDS + at[:, None]
     levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (WORDS * PANEL)
     sums = (tl.zeros((ROWS, PANEL), tl.float32),) * GROUPS
-    # What inputs share is loaded a step ahead: it is too little for the copies that Triton makes in
+    # Shared values are loaded a step ahead: they are too few for the copies that Triton makes in
     # the background.
     begin = part * (STEPS * STEP)
     scale = _shared(scales, begin, inputs, outputs, column, BLOCK, SHARED)
@@ -206,7 +206,7 @@ def multiply(
     bits: int,
     middle: int,
 ) -> Tensor:
-    """Multiply rows by a quantized weight. Neither waits for the GPU nor allocates anything but the
+    """Multiply rows by a quantized weight. Does not wait for the GPU, and allocates only the
     result.
 
     The first call with another type, block or number of groups compiles for about a second. Triton
@@ -221,8 +221,8 @@ def multiply(
         scales: Scales [in / block, out].
         zeros: Zero points [in / block, out], a byte each. None: all are zero.
         minimums: Minimums [in / block, out]. None: all are zero.
-        bits: Of a level: 8 or 4.
-        middle: What is taken from every level: it stands for zero where levels had a sign.
+        bits: Bits of a level: 8 or 4.
+        middle: Subtracted from every level: the level for zero, if levels had a sign.
 
     Returns:
         The products [n, out] in the type of x.

@@ -1,7 +1,7 @@
 """Linear layers of the torch engine whose weights stay quantized in a GPU's memory.
 
 The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs
-Triton, which torch's wheels for Linux bring along; :func:`fault_of_kernel` says whether it works,
+Triton, which torch's wheels for Linux include; :func:`fault_of_kernel` tests whether Triton works,
 and this file can be imported without it.
 """
 
@@ -24,12 +24,12 @@ comparisons."""
 PANEL = 128
 """Outputs that a program of the kernel computes."""
 WORDS = 16
-"""Words of 32 bits that an output has in a step, and inputs of a product: no block has fewer."""
+"""Words of 32 bits per output in a step, and inputs of a product: the minimum size of a block."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [in, out] as the kernel takes it; see
+    """A weight [in, out] in the kernel's form; see
     :func:`~eesd.runtime.engines.torch_kernel.multiply`."""
 
     levels: Tensor
@@ -76,7 +76,7 @@ def arranged(
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Levels without a sign [in, out], a byte each, as ``multiply`` takes them."""
+    """Levels without a sign [in, out], a byte each, in the form that ``multiply`` takes."""
     inputs, outputs = levels.shape
     count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
@@ -88,11 +88,11 @@ def _words(levels: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight, or several that read the same input: then it is the
-    first of them.
+    """A linear layer with a quantized weight, or the first of several layers that read the same
+    input.
 
-    The outputs of the first one are those of all of them, side by side, and the others are
-    :class:`ComputedBefore`. So all of them side by side are one product.
+    The first layer returns the outputs of all layers, side by side, as one product. The other
+    layers are :class:`ComputedBefore`.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:
@@ -110,7 +110,7 @@ class QuantizedLinear(nn.Module):
 
 
 class ComputedBefore(nn.Module):
-    """A linear layer whose outputs a :class:`QuantizedLinear` before it has: it gives none."""
+    """A linear layer without outputs: an earlier :class:`QuantizedLinear` has computed them."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 @cache
 def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a device cannot multiply by quantized weights, as a clause; None if it can.
+    """The reason why a device cannot multiply by quantized weights, as a clause; None if it can.
 
-    It is tried, as Triton also needs a driver that it knows, a C compiler, and a folder to write
-    to.
+    Tested by a trial, because Triton also needs a supported driver, a C compiler, and a writable
+    folder.
     """
     scales = np.linspace(0.01, 0.3, 3 * 48, dtype=np.float32).reshape(3, 48)
     stored = Quantized(
@@ -153,7 +153,7 @@ def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
             found = product(x, arranged(stored, Quantization("int4", 32), device)).float().cpu()
     except ImportError:
         return "Triton is not installed"
-    except Exception as error:  # whatever a compiler, a driver or a file system says
+    except Exception as error:  # any error of a compiler, a driver or a file system
         return (
             "Triton fails on it "
             f"({str(error).strip().partition(chr(10))[0] or type(error).__name__})"

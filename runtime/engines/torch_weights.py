@@ -1,10 +1,10 @@
 """Load an engine directory's weights into the modules of ``model/``. The weight files are mapped
 into memory, not read.
 
-The external data of the graphs say where every weight is; its tensors have the names of the
-modules' parameters.
+The external data of the graphs locates every weight; its tensors have the names of the modules'
+parameters.
 
-On a GPU, directories of 16 bits run kernels of their own: the quantized weights of linear layers
+On a GPU, directories of 16 bits run this project's kernels: the quantized weights of linear layers
 stay quantized (``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere
 weights are dequantized when they are loaded, and quantization saves no memory: on the CPU, where
 the torch engine is the reference; in float32; in an embedding table; and where ranks would cut a
@@ -73,7 +73,7 @@ class Levels:
 Files = dict[str, NDArray[np.uint8]]
 """The bytes of the weight files by name, as mapped pages."""
 Weights = dict[str, Tensor | QuantizedWeight]
-"""By name; linear weights that are tensors as [out, in]."""
+"""Weights by name; linear weights that are tensors as [out, in]."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StageModules:
         verify: The stage of verify.
         draft: The draft, over the same weights; only on the device of the first stage.
         rotary_tables: cos and sin, each [S, D/2].
-        by_rows: Whether a row's states in verify do not depend on how many rows a call has.
+        by_rows: Whether a row's states in verify are independent of the number of rows in a call.
     """
 
     verify: Verify
@@ -154,8 +154,8 @@ def load_modules(
 
 
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device is a GPU for whose kernels this directory has a type. Says so if they do not
-    work there."""
+    """Whether a device is a GPU whose kernels support this directory's type. Gives a notice if the
+    kernels do not work there."""
     if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
     fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
@@ -188,7 +188,7 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
 
 
 def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
-    """The modules of a model, on a rank those of the rank, on the meta device."""
+    """The modules of a model, or of this rank's part of it, on the meta device."""
     with torch.device("meta"):
         return Decoder(manifest.geometry), make_head(
             manifest.geometry, manifest.exit_head, manifest.max_seq_len
@@ -202,8 +202,8 @@ def _set_weights(module: Graph, manifest: Manifest, weights: Weights, names: Ite
 
     Args:
         module: The graph.
-        manifest: The manifest, on a rank that of the rank.
-        weights: By name.
+        manifest: The manifest, or that of this rank's part.
+        weights: Weights by name.
         names: The weights of the graph.
     """
     used = {name.removeprefix(DRAFT): weights[name] for name in names}
@@ -246,10 +246,10 @@ def _load_weights(
         graphs: The graphs whose weights to load.
         files: Bytes of the weight files by name.
         kernels: Whether the quantized weights of linear layers stay quantized.
-        split: Of which of them this process has parts.
+        split: This process's part of the blocks. None: all of them.
 
     Raises:
-        KeyError, ValueError: The graphs do not have the weights that the manifest says.
+        KeyError, ValueError: The graphs do not have the weights that the manifest lists.
     """
     weights: dict[str, Tensor | Levels] = {}
     ranks = 1 if split is None else split.ranks
@@ -276,8 +276,8 @@ def _load_weights(
 def _own_part(
     weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split
 ) -> Tensor | Levels:
-    """What this rank has of a weight or a bias. A bias of a layer whose input is split is the first
-    rank's."""
+    """This rank's part of a weight or a bias. The bias of a layer with a split input belongs to the
+    first rank."""
     name, side = weight.name, split_side(weight.name)
     if side is None:
         return found
@@ -312,7 +312,7 @@ def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor
 
 
 def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
-    """How many of a weight's outputs are of each of its parts."""
+    """Number of outputs of each part of a weight."""
     parts = parts_of(name)
     return (
         [shape[0] for shape in part_shapes(parts, manifest.geometry, manifest.exit_head)]
@@ -324,7 +324,7 @@ def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
 def _load_weight(
     weight: StoredWeight, stored: dict[str, TensorProto], files: Files, keep_levels: bool
 ) -> Tensor | Levels:
-    """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels."""
+    """A weight as [out, in]: a view of its file, or a dequantized copy; or the weight's levels."""
     quantization = weight.quantization
     if quantization is None:
         tensor = as_torch(
@@ -365,7 +365,7 @@ def _stored_levels(
 
 
 def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: Files) -> Array:
-    """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and
+    """A view of a tensor in its file: flat bytes if it is quantized, else with its type and
     shape.
 
     Args:

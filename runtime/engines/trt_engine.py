@@ -30,8 +30,8 @@ from eesd.runtime.engines.trt_plans import attended_slots
 class TrtStageRunner:
     """A graph in a TensorRT engine.
 
-    Each prepared call has its own execution context, because a captured CUDA graph depends on the
-    shapes that its context has.
+    Each prepared call has a separate execution context, because a captured CUDA graph depends on
+    the shapes of its context.
 
     Attributes:
         graph: The graph.
@@ -107,12 +107,12 @@ list."""
 
 
 class EngineSource(Protocol):
-    """Where TensorRT engines come from: the plans of a directory, or a service that has loaded
-    them."""
+    """The source of TensorRT engines: the plans of a directory, or a service that has loaded
+    engines."""
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every engine of verify takes in one call."""
+        """Maximum number of prompt tokens that every engine of verify takes in one call."""
 
     @property
     def max_batch(self) -> int:
@@ -142,15 +142,15 @@ def open_tensorrt(
 
     Args:
         manifest: Manifest of the engine directory.
-        source: Where the TensorRT engines come from.
+        source: The source of the TensorRT engines.
         draft: Whether to load the draft engine.
         streams: The stream of each stage of verify. Stages on one GPU share its stream. Default:
             the stages are spread over the GPUs.
         kv_memory: Memory for the KV cache of one sequence, or a function that makes it for each
-            session that is open beside others, and for the rows of a batch. Default: allocate with
-            torch.
-        scratch: Memory that execution contexts work in, one for all stages or one for
-            each. Default: allocate with torch.
+            session opened while others are open, and for the rows of a batch. Default: allocate
+            with torch.
+        scratch: Memory that execution contexts work in, one tensor for all stages or one for each.
+            Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
@@ -198,7 +198,7 @@ def open_tensorrt(
 
 def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
     """Raise :class:`EESDError` unless every cache has the right slots and is updated in place:
-    later calls see nothing of what is written to a copy."""
+    later calls would not see writes to a copy."""
     for tensor in graph.outputs[len(graph.results) :]:
         slots = engine.get_tensor_shape(tensor.name)[2]
         if slots != manifest.gpu_slots:
@@ -218,7 +218,7 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
 ) -> Callable[[int], RowMemory]:
-    """Makes the KV caches of open sessions, each in memory of its own, and those of a batch."""
+    """Makes the KV caches of open sessions, each in separate memory, and those of a batch."""
     unused = [] if callable(given) else [given]
 
     def lent(rows: int, tensors: Tensors) -> RowMemory:
@@ -268,7 +268,7 @@ def _scratch_memory(
         graphs: Each graph with the stream it runs in.
         engines: TensorRT engines by the name of the graph file.
         stages: The stream of each stage of verify.
-        given: Memory to use, one for all stages or one for each; None: allocate.
+        given: Memory to use, one tensor for all stages or one for each; None: allocate.
     """
     sizes: dict[DeviceStream, int] = {}
     for graph, stream in graphs:

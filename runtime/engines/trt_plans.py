@@ -1,8 +1,8 @@
 """The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the
-GPUs that they know.
+GPUs that they support.
 
-Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to
-do.
+Plans are checked before they are loaded, because the errors of TensorRT's loader do not name a
+remedy.
 """
 
 import hashlib
@@ -31,19 +31,19 @@ LONG_CACHE = 16384
 """Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node
 (measured: not for 24576)."""
 FEWEST_SLOTS = 1024
-"""Attention over fewer slots is not worth kernels of its own: weights are far more to read."""
+"""Attention over fewer slots is not worth separate kernels: weights are far more to read."""
 TURING = "7.5"
-"""The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an
-error of a compiler."""
+"""The oldest compute capability with kernels. It lacks kernels for bfloat16 and int4: builds end in
+a compiler error."""
 
 _LEAST = {FP8: "8.9", FP4: "10.0"}
-"""The oldest compute capability with kernels for levels that only some GPUs know."""
+"""The oldest compute capability with kernels for levels that only some GPUs support."""
 
 
 class PlanDirectory:
     """The plans of an engine directory, and the library that built them.
 
-    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored beside the
+    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored next to the
     plan, so the next start is fast.
 
     Attributes:
@@ -60,7 +60,7 @@ class PlanDirectory:
         self._check_profiles()
         _check_gpu(directory, manifest, self._plans[0])
         if any(plan.refit for plan in self._plans) and files_changed(directory, manifest):
-            verify_files(directory, manifest)  # only then: it reads all weights, as loading will
+            verify_files(directory, manifest)  # only then: like loading, it reads all weights
         self._errors: list[str] = []
         self._create = partial(
             create,
@@ -160,7 +160,7 @@ class PlanDirectory:
         return engine.create_execution_context(config)
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Write the kernels that were compiled for a graph beside its plan, if they are new and the
+        """Write the kernels compiled for a graph next to its plan, if they are new and the
         directory is writable."""
         cache = self._kernel_caches.get(graph.file)
         path = self._kernel_file(graph)
@@ -212,13 +212,13 @@ def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInf
 
 
 def graph_read(plan: Path) -> Path:
-    """The graph that TensorRT read for a plan. It lies beside the plan and the weights."""
+    """The graph that TensorRT read for a plan. It is next to the plan and the weights."""
     return plan.with_suffix(".plan.onnx")
 
 
 def refit_digest(graph: Path, manifest: Manifest) -> str:
-    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights beside it, in which
-    those of two models differ."""
+    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights next to it. The
+    samples of two models differ."""
     files = [
         name
         for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked)
@@ -291,15 +291,15 @@ def make_logger(trt: Any, errors: list[str]) -> Any:
 
 
 def first_error(errors: list[str]) -> str:
-    """The first line of the first message that a logger of :func:`make_logger` got."""
+    """The first line of the first message that a logger of :func:`make_logger` received."""
     return errors[0].splitlines()[0][:300] if errors else "it does not say why"
 
 
 def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str]) -> Any:
-    """Make an object of TensorRT's. Raises :class:`EESDError` where the library gives none: CUDA
-    does not work.
+    """Make a TensorRT object. Raises :class:`EESDError` if the library returns no object, because
+    CUDA does not work.
 
-    Its Python bindings then raise a TypeError without a reason.
+    TensorRT's Python bindings then raise a TypeError without a reason.
     """
     try:
         return getattr(importlib.import_module(FLAVOURS[flavour]), name)(*subject, logger)
@@ -314,8 +314,8 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
 def library_version(flavour: str) -> str:
     """Version of the installed library.
 
-    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13``
-    bring one module.
+    It is that of the module, not of the package: ``tensorrt``, ``tensorrt-cu12`` and
+    ``tensorrt-cu13`` install the same module.
     """
     return str(importlib.import_module(FLAVOURS[flavour]).__version__)
 
@@ -323,8 +323,7 @@ def library_version(flavour: str) -> str:
 def supported_capabilities(flavour: str) -> tuple[str, ...]:
     """The compute capabilities that the installed TensorRT-RTX has kernels for.
 
-    Empty for TensorRT: it builds only on the GPU that will run the plans, and says there if it
-    cannot.
+    Empty for TensorRT: it builds only on the GPU that will run the plans, and raises errors there.
     """
     if flavour == "tensorrt":
         return ()
@@ -333,10 +332,9 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
 
 
 def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
-    """The compute capabilities that TensorRT-RTX builds a directory's plans for unless it is told
-    otherwise.
+    """The compute capabilities for which TensorRT-RTX builds a directory's plans by default.
 
-    Empty: its own choice, which is all but the oldest.
+    Empty: the choice of TensorRT-RTX, which is all except the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
     return tuple(
@@ -381,23 +379,23 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
 
 
 def first_slots(slots: int) -> tuple[int, ...]:
-    """How many of the first slots of a cache attention in a plan reads: the fewest of these that
-    hold what a call sees.
+    """Numbers of slots, from the first on, that attention in a plan may read. A call reads the
+    smallest number that holds the slots it sees.
 
-    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 as alignment
-    needs, and all.
+    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 for
+    alignment, and all.
     """
     parts = (slots // (16 * part) * 16 for part in (8, 4, 2))
     return (*(some for some in parts if some >= FEWEST_SLOTS), slots)
 
 
 def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
-    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a
+    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with kernels for a
     range.
 
-    For exactly one node, attention reads the caches where they are; for a range it copies them in
-    every call. But it has no such attention for long caches, and for exactly one node it writes
-    int8 weights out as 16-bit ones in every call.
+    For exactly one node, attention reads the caches in place; for a range it copies them in every
+    call. But there is no such attention for long caches, and kernels for exactly one node expand
+    int8 weights to 16 bits in every call.
     """
     own = quantization.draft
     copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all that verify has in int8
@@ -406,11 +404,11 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
-    """How many of the first slots attention in a graph's plan may read, ascending: the columns of
-    its mask.
+    """Numbers of slots, from the first on, that attention in a graph's plan may read, ascending:
+    the columns of its mask.
 
-    A draft that reads the caches where they are reads all slots: of fewer, TensorRT-RTX makes a
-    copy, and reads that.
+    A draft that reads the caches in place reads all slots: for fewer slots, TensorRT-RTX reads a
+    copy.
     """
     if graph == manifest.draft and one_node_is_faster(manifest.max_seq_len, manifest.quantization):
         return (manifest.gpu_slots,)
