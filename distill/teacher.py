@@ -393,7 +393,10 @@ class TargetCache:
                 f"has {free / 1e9:.1f} GB free; "
                 "give another directory, fewer rows, or a smaller --top-k."
             )
-        for number in missing[process::processes]:
+        for number in missing:
+            # By its number: another process may have written a shard before this one looked.
+            if number % processes != process:
+                continue
             tokens = torch.from_numpy(
                 self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(
                     np.int64

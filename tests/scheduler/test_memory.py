@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,9 @@ def checkpoint_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(command: str) -> str:
     """The output of a command that docs/70b.md shows."""
     _, found = PAGE.read_text().split(f"    $ {command}\n")
-    lines = found.split("\n\n    $")[0].split("\n\n")[0].splitlines()
-    return "\n".join(line.removeprefix("    ").rstrip() for line in lines)
+    shown = takewhile(lambda line: not line or line.startswith("    "), found.splitlines())
+    block = "\n".join(line.removeprefix("    ").rstrip() for line in shown)
+    return block.partition("\n\n$")[0].rstrip()
 
 
 def rendered(manifest: Manifest) -> str:
