@@ -34,8 +34,8 @@ BUDGETS = {
     "core": (4764, 46),
     "CPU backend": (2641, 32),
     "core with all devices": (8971, 82),
-    "Python outside tests": (24786, 282),
-    "tests": (24539, 195),
+    "Python outside tests": (24788, 282),
+    "tests": (24543, 195),
 }
 """Largest numbers of statements and files."""
 NOT_CODE = re.compile(
