@@ -370,18 +370,18 @@ class Run:
         base = self.checkpoint.fingerprint()
         top_k = min(training.top_k, geometry.vocab_size)
         cache = TargetCache(directory, rows, base, training.layers, top_k, training.precision)
-        missing = len(cache.missing_shards(count))
+        missing = cache.missing_shards(count)
         if missing:
             process = self.accelerator.process_index
             processes = self.accelerator.num_processes
-            total = min(missing * SHARD_ROWS, count) // processes
+            total = min(len(missing) * SHARD_ROWS, count) // processes
             with self.progress("teacher's targets", total) as advance:
                 teacher = self._teacher(cache.layers, training.length)
                 device = self.accelerator.device
                 cache.fill(
                     teacher,
                     device,
-                    count,
+                    missing,
                     geometry.hidden_size,
                     training.batch,
                     advance,

@@ -362,7 +362,7 @@ class TargetCache:
         self,
         teacher: TeacherCall,
         device: torch.device,
-        count: int,
+        missing: Sequence[int],
         hidden_size: int,
         batch: int,
         advance: Callable[[int], None],
@@ -374,7 +374,7 @@ class TargetCache:
         Args:
             teacher: Computes hidden states and targets.
             device: Device of the teacher.
-            count: Number of rows, from the first one.
+            missing: Numbers of the missing shards, from :meth:`missing_shards`.
             hidden_size: Width of a hidden state.
             batch: Rows in a pass of the teacher.
             advance: Called with the number of rows of each pass.
@@ -384,7 +384,6 @@ class TargetCache:
         Raises:
             EESDError: The disk is too small.
         """
-        missing = self.missing_shards(count)
         needed = len(missing) * SHARD_ROWS * self._row_bytes(hidden_size)
         free = shutil.disk_usage(self.directory).free
         if needed > free:
