@@ -43,8 +43,8 @@ class Calibrator:
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
     gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
 
-    ``shared`` is a calibrator with the same a and s, which learn from the labels of both. Their b
-    is taken as independent of a and s.
+    ``shared`` is a calibrator whose a and s this one updates, too. This calibrator's b is then
+    treated as independent of a and s.
     """
 
     def __init__(

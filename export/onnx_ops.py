@@ -1,4 +1,4 @@
-"""The table of operations that writes standard ONNX (opset 24), without a weight in memory.
+"""Write the model's operations as standard ONNX (opset 24), without loading a weight.
 
 Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants: 0
 copies a dimension of the input. Linear layers with one input become one product over a packed

@@ -27,7 +27,8 @@ from eesd.runtime.engines.cpu_build import find_build
 from eesd.runtime.engines.operators import missing
 
 Options = Mapping[str, Any]
-"""Options of an export by their names in :class:`~eesd.export.make.Choices`; None: the default."""
+"""Options of an export, by their names in :class:`~eesd.export.make.Choices`. None selects the
+default."""
 
 
 def engine_directory(
@@ -41,7 +42,7 @@ def engine_directory(
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.
         options: Options of the export.
-        cache_dir: The cache; None: the user's.
+        cache_dir: The cache directory; None for the user's.
         backend: The backend that will run it.
 
     Raises:

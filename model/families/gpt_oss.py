@@ -146,7 +146,8 @@ def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with those of all experts apart. llama.cpp stores gate and up in two."""
+    """Split each tensor of all experts into one for each expert. llama.cpp keeps gate and up
+    apart."""
     found: Tensors = {}
     for name, tensor in apart(tensors, geometry).items():
         before, is_of_all, module = name.partition(EXPERTS)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused projections, of whose heads a part can stay unrotated, and frequencies for
+"""Phi-3 and Phi-4: fused projections, heads that may be rotated only in part, and frequencies for
 short and long texts."""
 
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ class BatchOptions:
         max_rows: Requests that run at the same time.
         max_queue: Requests that wait; further requests are refused.
         prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
-            rows decode. Fewer are used where many rows would wait twice as long for them.
+            rows decode. With many rows it may be fewer, so that no row waits twice as long.
         kv_memory: Bytes of keys and values of all running requests together. Growing texts may
             need more: the youngest request then pauses, and its keys and values are computed again
             when there is room.

@@ -485,8 +485,8 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
 def _isolated(
     one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R | None:
-    """Call ``action`` for one sequence, unless the sequence has failed before. An exception becomes
-    its ``error``, so that the other sequences go on."""
+    """Call ``action`` unless ``one`` has failed before. An exception is stored in ``one.error``, so
+    that the other sequences go on."""
     if one.error is not None:
         return None
     try:

@@ -61,11 +61,11 @@ class Tools:
     """The functions in a request.
 
     Attributes:
-        tools: As the client gave them.
-        choice: ``auto`` (the model decides), ``required`` (it must call), or the name of the
-            function that it must call.
-        parallel: Whether it may call several at once.
-        format: How the model writes calls.
+        tools: The functions' definitions in the request.
+        choice: ``auto`` (the model decides), ``required`` (it must call a function), or the name of
+            the function that it must call.
+        parallel: Whether the model may call several functions at once.
+        format: The model's format of calls.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -178,7 +178,8 @@ class Tools:
     def _call_rule(self, name: str, left_out: set[str], _: TextCodec) -> str:
         schema, options = self._parameters(name, left_out)
         if self.choice == "auto":
-            # As one schema: llguidance reads alternatives side by side only where all are schemas.
+            # One schema for the whole call, because llguidance reads alternatives in parallel only
+            # if all of them are schemas.
             schema = {
                 "type": "object",
                 "properties": {

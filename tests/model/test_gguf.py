@@ -640,7 +640,7 @@ TEXTS = ["the quick the", " x12345 th", "naïve 日本 🙂", "<s>the</s>", "<|e
 
 
 def test_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """Also if another model's tokenizer lies beside the file."""
+    """The tokenizer gives the tokens of transformers, even beside another model's tokenizer."""
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'

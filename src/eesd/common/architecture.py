@@ -26,7 +26,7 @@ state. Both lie in the slot of the token that they describe, in caches of states
 reads the slot of each token's parent and writes the slot of the token; verify overwrites the
 drafted states with fused ones, and writes the block's keys and values from these. All graphs have
 the same inputs, and code that moves or keeps caches handles states, too. The first token of a text
-has no parent, so the published heads have no keys for it: only it sees its own slot.
+has no parent, so the published heads have no keys for it: only that token attends to its own slot.
 
 **Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
@@ -138,7 +138,7 @@ class Block:
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
         eagle: The EAGLE-3 head of the block. Its attention reads an embedding and a state side by
             side, hides the first slot, and has separate rotary tables.
-        mlp: Width of the MLP. 0: there is none. None: that of the geometry.
+        mlp: Width of the MLP; 0 for no MLP, None for the width of the geometry.
     """
 
     geometry: Geometry
@@ -209,7 +209,7 @@ class Operations(Protocol[X]):
         ...
 
     def add(self, residual: Sequence[X], y: X, name: str) -> X:
-        """The sum of ``residual``, in order, and y. Tables may add in another order."""
+        """The sum of ``residual``, in order, and y. Tables may add in a different order."""
         ...
 
     def split(self, x: X, sizes: Sequence[int], names: Sequence[str]) -> Sequence[X]:

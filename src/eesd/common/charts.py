@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARK = '<?xml version="1.0" encoding="utf-8"?>\n<!-- Drawn by EESD. Do not edit. -->\n'
-"""Beginning of each chart, by which a command knows its own files."""
+"""Beginning of each chart. A command recognizes its own files by it."""
 
 
 def check_charts(path: Path) -> None:

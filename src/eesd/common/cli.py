@@ -25,7 +25,7 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class _Path(click.Path):
-    """A path. An empty one, as from an unset shell variable, is refused: it would mean the current
+    """A path. An empty path, as from an unset shell variable, is refused: it would mean the current
     directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -71,7 +71,7 @@ class Number(click.FloatRange):
 
 
 class _Bytes(click.types.StringParamType):
-    """A number of bytes, also with a unit such as GB or GiB."""
+    """A number of bytes, optionally with a unit such as GB or GiB."""
 
     name = "bytes"
 
@@ -180,8 +180,8 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_streams() -> None:
-    """Protect a program that was started with closed streams: no file may get the number of a
-    standard stream, to which libraries print.
+    """Protect a program that was started with closed streams: no file may get the descriptor of a
+    standard stream, because libraries print to it.
 
     Without stderr, messages are dropped. Without stdout the program ends, because its result would
     be lost.

@@ -1,7 +1,7 @@
 """The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
 
 For a small model, a draft step spends much of its time on the LM head, and most text uses few of
-the tokens. Verify can still choose tokens that the draft cannot predict, so the choice affects
+the tokens. Verify can still choose tokens that the draft cannot predict, so the vocabulary affects
 acceptance only. The module needs no torch.
 """
 
@@ -27,7 +27,7 @@ class DraftColumns:
     i."""
 
     def __init__(self, ids: Ids | None = None) -> None:
-        """``ids`` are those of the draft vocabulary [Vd], ascending. None: the whole vocabulary."""
+        """``ids`` [Vd] is the draft vocabulary, ascending; None for the whole vocabulary."""
         self._ids = ids
 
     def tokens(self, columns: NDArray[np.int64] | Sequence[int]) -> Ids:

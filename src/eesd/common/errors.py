@@ -40,8 +40,8 @@ def reason(error: Exception) -> str:
 
 
 def _of_handler(error: Exception) -> bool:
-    """Whether a signal handler raised the exception. A handler receives the interrupted frame as an
-    argument."""
+    """Whether a signal handler raised the exception. A handler is recognized by its argument, the
+    interrupted frame."""
     for frame, _ in walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
             several = value if isinstance(value, tuple) else (value,)

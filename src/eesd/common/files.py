@@ -90,12 +90,12 @@ def remove_leftovers(directory: Path, name: str | None = None) -> None:
     """Remove the leftovers of killed processes in a directory, and put back a directory that one of
     them had moved aside.
 
-    Each is logged as a warning, in one line. Files that may belong to a running process are kept:
-    silently if their lock is held, and with a warning if that is unknown.
+    Each removal is logged as a warning of one line. Files that may belong to a running process are
+    kept: silently if their lock is held, with a warning if that is unknown.
 
     Args:
         directory: The directory to search. It need not exist.
-        name: The final name of the leftovers to remove. None: all names.
+        name: The final name of the leftovers to remove; None for all names.
     """
     with suppress(OSError):
         found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
@@ -255,8 +255,8 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
 
 
 def try_lock(file: int) -> bool | None:
-    """Lock an open file without waiting. False: another process has the lock. None: the file system
-    has no locks."""
+    """Lock an open file without waiting. Returns False if another process has the lock, and None if
+    the file system has no locks."""
     if sys.platform == "win32":
         return None
     try:
@@ -279,8 +279,7 @@ def _from_this_machine(text: str) -> bool:
 
 
 def _boot_id() -> str:
-    """An id that is the same in all containers of a machine until it restarts. Empty if there is
-    none."""
+    """An id that all containers of a machine share until it restarts; empty if there is none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -298,8 +297,8 @@ def _delete(path: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """The directory for files that EESD can make again, as the user or the system sets it. None for
-    a user without a home."""
+    """The directory for files that EESD can make again, as the user or the system configures it.
+    None for a user without a home."""
     if given := os.environ.get("EESD_CACHE_DIR"):
         return Path(given)
     of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}

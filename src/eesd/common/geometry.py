@@ -18,15 +18,15 @@ class RopeScaling:
 
     Attributes:
         kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
-        factor: Factor by which texts become longer.
+        factor: Factor by which the model's texts become longer.
         original_max_position: Positions of the model before the scaling (llama3, yarn).
-        low_freq_factor: Frequencies with fewer turns than this within the original positions are
+        low_freq_factor: Frequencies with fewer turns than this over the original positions are
             scaled (llama3).
         high_freq_factor: Frequencies with more turns than this are not scaled (llama3).
         beta_fast: Dimensions with more turns than this are not scaled (yarn).
         beta_slow: Dimensions with fewer turns than this are scaled (yarn).
         attention_factor: Factor of cos and sin (yarn, longrope).
-        truncate: Whether the bounds of the dimensions between are rounded to integers (yarn).
+        truncate: Whether the bounds of the dimensions between these are rounded to integers (yarn).
         divisors: Divisor of each frequency, as for texts within the original positions (longrope).
     """
 
@@ -111,8 +111,8 @@ class Geometry:
         architecture: Name of the architecture in transformers. Not used in computations.
         qk_norm: Whether queries and keys are normalized before they are rotated, each head
             separately.
-        qk_norm_rotated: Whether this norm comes after the rotation instead.
-        qk_norm_joint: Whether it is over all heads together instead.
+        qk_norm_rotated: Whether queries and keys are normalized after the rotation instead.
+        qk_norm_joint: Whether one norm is over all heads together instead.
         norm_before: Whether a norm precedes attention and MLP.
         norm_behind: Whether a norm follows each of them, before its output is added to x.
         centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
@@ -126,9 +126,10 @@ class Geometry:
         embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0: D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
-        sinks: Whether each head has a score next to those of tokens, whose value is 0.
-        logit_cap: The same for the model's logits. The exit head has no cap: it learns the capped
-            logits.
+        sinks: Whether each head has one more score, a sink, besides the tokens' scores. Its value
+            vector is 0.
+        logit_cap: Cap of the model's logits, as for scores. The exit head has no cap: it learns the
+            capped logits.
         rotated: Number of values rotated in each half of a head, from the first on; 0: all.
         layer_kinds: Kind of each layer; empty: all are ``full``. May be longer than the model.
         window: Number of tokens that a sliding layer sees, the current one included.
@@ -368,12 +369,12 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Eagle:
-    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads states of the model, then its
-    own.
+    """Structure of an EAGLE-3 head (arXiv 2503.01840). It reads states of the model; after drafted
+    tokens, its own states.
 
     Attributes:
         layers: The layers whose hidden states verify fuses for the head, ascending.
-        block: Sizes of its block. The attention reads an embedding and a state side by side. All
+        block: Sizes of the head's block. Attention reads an embedding and a state side by side. All
             caches have one shape, so hidden size, KV heads and head size equal the model's.
         normed_residual: Whether the block adds to the norm of the state, not to the state.
         fuse_norms: Number of norms before the states are fused: none, one over all states side by
@@ -396,19 +397,18 @@ class ExitConfig:
     Attributes:
         layer: N, the number of base layers before the head. N = L means that the draft is the whole
             model, with weights of fewer bits.
-        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N
+        blocks: E, the number of decoder blocks in the head. If 0, norm and LM head follow layer N
             directly, as in models trained with LayerSkip.
         own_lm_head: Whether the head has a separate LM head, not the base model's. In an engine
-            directory this is always so with a draft vocabulary: the LM head has the rows of its
-            tokens.
+            directory a draft vocabulary always needs one, with a row for each of its tokens.
         base: Fingerprint of the base model.
         trained: False for an initialised head that was never trained. An untrained head without
             blocks is a place holder, not worth running.
-        calibration: Calibration prior of this head. None: controllers use the default prior.
-        draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
+        calibration: Calibration prior of this head; None for the controllers' default prior.
+        draft_vocab: Vd, the number of tokens that the head can predict; 0 for the whole vocabulary.
         deep: Layers above N, ascending, whose hidden states verify writes to the deep cache for the
-            draft to read. Empty: no deep cache.
-        mlp: Width of the MLPs of the blocks. 0: there are none. None: that of the model's MLPs.
+            draft to read; empty for no deep cache.
+        mlp: Width of the blocks' MLPs; 0 for no MLP, None for the width of the model's MLPs.
         eagle: Structure of an EAGLE-3 head: one block with its own LM head right after the
             embeddings (N = 0). None for an exit head.
     """
@@ -479,8 +479,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 
 
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Number of caches that hold states, without attention: the deep cache, or those of an EAGLE-3
-    head's state."""
+    """Number of caches that hold states of a head: the deep cache, or those of an EAGLE-3 head's
+    state."""
     if exit_config.eagle:
         return geometry.state_caches
     return int(bool(exit_config.deep))

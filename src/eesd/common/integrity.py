@@ -85,10 +85,10 @@ def check_loaded(
     Args:
         directory: Directory of the files.
         files: Descriptions of the files when they were written, by name.
-        remedy: What to do about another file, for the message.
+        remedy: What to do about a wrong file, for the message.
 
     Raises:
-        EESDError: A file is missing, or is another one.
+        EESDError: A file is missing, or is not the described one.
     """
     for name, info in files.items():
         path = directory / name

@@ -1,7 +1,7 @@
 """JSON from outside: files and lines that anybody may have written, edited or damaged.
 
-The result is always a value or an :class:`EESDError`: input that is too large, nested too deeply,
-or has a number of thousands of digits is refused before it is used. A byte order mark is accepted.
+The result is always a value or an :class:`EESDError`: input that is too large, is nested too
+deeply, or has a number of thousands of digits is refused before use. A byte order mark is accepted.
 A line of JSON lines ends only at ``\\n``, because strings may hold Unicode's other line
 separators.
 """
@@ -30,7 +30,7 @@ def parse_json(text: str, name: str, remedy: str) -> Any:
 
     Args:
         text: The JSON text.
-        name: What it is, for the message.
+        name: Name of the text, for the message.
         remedy: What to do if it cannot be used, for the message.
 
     Raises:
@@ -123,7 +123,7 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
 
     Args:
         text: One JSON value a line.
-        name: What it is, for the message.
+        name: Name of the text, for the message.
         remedy: What to do if a line cannot be used, for the message.
 
     Raises:

@@ -72,7 +72,7 @@ def release_freed_memory() -> None:
 
 
 def ranks() -> int:
-    """The number of processes that torchrun or a like program started together."""
+    """The number of processes that torchrun or a similar program started together."""
     count = os.environ.get("WORLD_SIZE", "")
     return max(int(count), 1) if count.isdecimal() else 1
 
@@ -102,7 +102,7 @@ def torch_sees_gpu() -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that are still available; 8 GiB if the system does not tell."""
+    """Bytes of main memory that are still available; 8 GiB if the system does not report them."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):

@@ -36,7 +36,7 @@ def cpu_features() -> list[str]:
 
 
 def _processor() -> dict[str, str]:
-    """What Linux reports of the first processor; empty on other systems."""
+    """Fields of the first processor in Linux's report; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -100,7 +100,7 @@ def _of_first_gpu(field: str) -> str | None:
 
 
 def query_gpus(fields: str) -> list[str] | None:
-    """A line for each GPU; None where no driver answers."""
+    """A line for each GPU; None if no driver answers."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

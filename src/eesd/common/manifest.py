@@ -194,7 +194,7 @@ class PlanInfo:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling options of a model's ``generation_config.json``. None: not in the file.
+    """The sampling options of a model's ``generation_config.json``; None if not in the file.
 
     Attributes:
         not_applied: Options of the file that would change the tokens but are not applied.
@@ -250,8 +250,8 @@ class Manifest:
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
         plans: TensorRT plans by the name of the graph file that they were built from.
-        packed: SHA-256 of the list of files of a build for the CPU, if only that build has the
-            weights. Empty if not.
+        packed: SHA-256 of the file list of a build for the CPU, if only that build has the weights;
+            empty if not.
     """
 
     format_version: int

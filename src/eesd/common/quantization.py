@@ -1,5 +1,5 @@
-"""How the weights of an engine directory are quantized, and the names of weights that this depends
-on. Needs no torch."""
+"""Quantization of an engine directory's weights, and the weight names that it depends on. Needs no
+torch."""
 
 from dataclasses import dataclass, field
 
@@ -87,7 +87,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """The users' name of the levels."""
+        """Name of the levels for users."""
         small = {FP8: "fp8", FP4: "nvfp4" if self.factor else "mxfp4"}
         return small.get(self.weights, self.weights)
 
@@ -120,7 +120,7 @@ SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Quantization of the weights, by use. None: the directory's element type.
+    """Quantization of the weights, by use. None leaves weights in the directory's element type.
 
     Attributes:
         layers: Quantization of the base layers.

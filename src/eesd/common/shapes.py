@@ -159,7 +159,7 @@ def graph_needs(geometry: Geometry, head: ExitConfig, layers: range | None) -> S
     Args:
         geometry: Geometry of the base model.
         head: Configuration of the exit head.
-        layers: Base layers of verify or a stage of it. None: the draft.
+        layers: Base layers of verify or a stage of it; None for the draft.
     """
     model = Model(geometry, head)
     shapes = Shapes(model)

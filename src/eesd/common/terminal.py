@@ -38,8 +38,8 @@ class Console(rich.console.Console):
 
 
 def progress() -> Progress:
-    """Progress bars on stderr, which disappear at the end. If stderr is not a terminal, nothing is
-    shown."""
+    """Progress bars on stderr that disappear at the end. Nothing is shown if stderr is not a
+    terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description:<44.44}", markup=False),

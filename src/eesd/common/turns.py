@@ -1,4 +1,4 @@
-"""One process makes a file or directory; others wait, and then find it there."""
+"""Let one process make a file or directory while others wait for it."""
 
 import os
 import sys
@@ -20,13 +20,13 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
     """Hold the lock of a path while the block runs. Yields whether this process holds it.
 
     The operating system frees the lock when a process ends, however it ends. The lock file lies
-    beside ``target``, with a name of :mod:`eesd.common.files`, which removes the leftovers of
+    beside ``target``. :mod:`eesd.common.files`, which defines its name, removes the leftovers of
     killed processes. Without locks, as on Windows, processes do not wait.
 
     Args:
         target: The file or directory that the process makes. Its parent exists.
-        waits: Called once before this process waits for another one. None: do not wait; the lock
-            may then be missing.
+        waits: Called once before this process waits for another. With None it does not wait, and
+            may not get the lock.
     """
     path = Claim(target, _KEY).lock
     while True:
@@ -56,7 +56,7 @@ def _nothing() -> None:
 
 
 def _is_named(file: int, path: Path) -> bool:
-    """Whether an open file is the one that has this name."""
+    """Whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""The rules for weights: those of a model, an exit head and a graph, and their storage in an engine
-directory.
+"""The weights of a model, an exit head and a graph, and their storage in an engine directory.
 
 All code that writes, reads, links, splits or counts weights uses these rules. The module needs no
 torch.
@@ -339,7 +338,7 @@ def graph_name(
 
 
 def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
-    """Names of the tensors in checkpoint and exit head that form a weight of a graph."""
+    """Names of the tensors of a checkpoint or exit head that form a weight of a graph."""
     name = name.removeprefix(DRAFT)
     return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
 
