@@ -2,5 +2,5 @@
 write reports (``report``).
 
 ``report`` imports ``replay`` and ``measure``, ``replay`` imports ``measure``, and never the other
-way. ``tools`` are for the maintainers, and not in wheels.
+way.
 """

@@ -1,1 +1,1 @@
-"""Measurements on an engine: prompts, runs, call latencies, and the JSON file that keeps them."""
+"""Measurements on an engine: prompts, runs, call latencies, and the JSON file that stores them."""

@@ -12,20 +12,20 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
 SHORT_ROUNDS = 4
 LONG_ROUNDS = 1
-"""Rounds of each length up to ``SHORT``, and of each longer length. This is roughly the mixture
-that controllers choose."""
+"""Rounds of each length up to ``SHORT``, and of each longer length. Controllers choose roughly this
+mixture."""
 PLAIN_ROUNDS = 6
 """Consecutive non-drafting rounds. The first half warms the processor's caches and is discarded."""
 
 
 class RandomLengths(Controller):
-    """Drafts all lengths, 0 included, in a random order that is always the same.
+    """Drafts all lengths, including 0, in a shuffled order that is always the same.
 
-    Lengths 0 and 1 come first, so that they are measured even if the text has room for a few tokens
-    only.
+    Lengths 0 and 1 come first, so that they are measured even if the text has room for only a few
+    tokens.
 
     Attributes:
-        remaining: Lengths of the rounds to come.
+        remaining: Lengths of the coming rounds.
     """
 
     def __init__(self, longest: int) -> None:
@@ -60,7 +60,7 @@ class RoundTiming(NamedTuple):
 
 
 def timed_rounds(session: Session) -> Iterator[RoundTiming]:
-    """Run a session to its end, or for as many rounds as the caller takes."""
+    """Yield the timing of each round, until the session ends or the caller stops."""
     while session.finish_reason is None:
         before = session.stats
         session.step()
@@ -76,8 +76,8 @@ def timed_rounds(session: Session) -> Iterator[RoundTiming]:
 def measure_latency(
     session: Session, controller: RandomLengths
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure engine calls within the rounds of a session that drafts with ``controller``: what ran
-    before changes their cost.
+    """Measure engine calls within the rounds of a session that drafts with ``controller``, because
+    the preceding call changes the cost of a call.
 
     Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its
     verify pass, as [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.

@@ -1,4 +1,4 @@
-"""The result of a benchmark: one JSON file with every run, from which reports are made.
+"""The result of a benchmark: one JSON file with every run. Reports are made from it.
 
 Fields of the dataclasses are keys of the file. Some key names are older than the names in the code.
 """
@@ -38,8 +38,8 @@ def describe_machine() -> dict[str, str]:
 
 
 def shown_machine(facts: dict[str, str]) -> str:
-    """What :func:`describe_machine` gave, as the beginning of a sentence. Results without kernels
-    are older than these."""
+    """The facts of :func:`describe_machine` as the beginning of a sentence. Older results do not
+    name the kernels."""
     kernels = facts.get("kernels", "ONNX Runtime's")
     where = (
         f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: "
@@ -63,7 +63,7 @@ class Configuration:
     Attributes:
         engine: Name of the engine directory.
         sampling: ``greedy``, ``coupled`` or ``rejection``.
-        controller: Controller and its options. None: plain decoding.
+        controller: Controller and its options; None for plain decoding.
         width: Nodes of a level of the draft tree; 1 is a chain.
         budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to
             verify.
@@ -82,15 +82,16 @@ class Run:
 
     Attributes:
         rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
-        host_seconds: The decode time outside the engines.
-        offered: Draft tokens judged at depth 1, 2, ...: all tokens before them were accepted.
+        host_seconds: Decode time outside the engines.
+        offered: Draft tokens judged at depth 1, 2, ... A token is judged if all tokens before it
+            were accepted.
         accepted: Draft tokens accepted at depth 1, 2, ...
         guard_rests: Times that the guard paused drafting.
         equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which
             promises the distribution.
         divergence: If not equal, the index of the first different token.
-        logit_gap: If not equal, the verifier's logit of plain decoding's token minus that of the
-            other.
+        logit_gap: If not equal, the verifier's logit of plain decoding's token there, minus the
+            logit of the drafting run's token.
     """
 
     prompt: str
@@ -126,8 +127,8 @@ class CallLatency:
     """Seconds of a round's calls, measured after one prompt with trees of one width.
 
     Attributes:
-        draft: All draft steps of a round by their number: [[steps, seconds], ...].
-        verify: The verify pass by its nodes: [[nodes, seconds], ...].
+        draft: Seconds of all draft steps of a round, by their number: [[steps, seconds], ...].
+        verify: Seconds of the verify pass, by its nodes: [[nodes, seconds], ...].
     """
 
     engine: str
@@ -142,8 +143,8 @@ class Tuning:
     """A controller's candidate settings, measured on the tuning prompts.
 
     Attributes:
-        seconds: Decode seconds by candidate, all tuning prompts together.
-        acceptance: By candidate, [accepted, judged] tokens at depth 1, 2, ...
+        seconds: Decode seconds of all tuning prompts together, by candidate.
+        acceptance: [accepted, judged] tokens at depth 1, 2, ..., by candidate.
         chosen: The fastest candidate.
     """
 
@@ -175,19 +176,19 @@ def refuse_existing(*paths: Path) -> None:
 
 
 class Saved:
-    """A dataclass that is a JSON file, with a line for each item of its lists."""
+    """A dataclass that is stored as a JSON file, with a line for each item of its lists."""
 
     WHAT: ClassVar[str]
     """Name of the kind of file, for a message."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
-    """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of
-    them."""
+    """Names of the lists of dataclasses, and a function that makes an item from its values. A file
+    of this kind has all of these lists."""
     SAME: ClassVar[Sequence[str]] = ("options", "machine")
     """Attributes that a resumed run must have in common with the file."""
     schema: int
 
     def save(self, path: Path) -> None:
-        """Write the file atomically: each item of its lists, a dataclass or a dict, has a line."""
+        """Write the file atomically. Each item of its lists, a dataclass or a dict, gets a line."""
         parts = []
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
@@ -225,11 +226,11 @@ class Saved:
             ) from None
 
     def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
-        """What to fill: the file at ``path`` if it is to be continued and there is one, else this.
+        """The result to continue: with ``resume`` the file at ``path``, if it exists; else this.
 
         Raises:
-            EESDError: There is a file that is neither to be continued nor overwritten; or something
-                of ``SAME`` differs.
+            EESDError: A file exists and is to be neither resumed nor overwritten, or an attribute
+                in ``SAME`` differs.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (resume and path.exists()):
@@ -247,7 +248,7 @@ class Saved:
 
     @classmethod
     def wrote(cls, raw: Any) -> bool:
-        """Whether a JSON value is such a file, though it may be damaged."""
+        """Whether a JSON value is a file of this kind, even a damaged one."""
         return isinstance(raw, dict) and next(iter(cls.ROWS)) in raw
 
 
@@ -256,15 +257,15 @@ class Result(Saved):
     """Everything that one benchmark measured.
 
     Attributes:
-        kind: ``run``; older results of exit heads side by side have ``ablation``.
+        kind: ``run``; older results that compare exit heads have ``ablation``.
         options: The :class:`~eesd.bench.measure.run.Options`.
         engines: Description of each engine directory by name, in the order of measurement.
         prompts: The reported prompts: id, task, number of tokens.
-        machine: Where it was measured.
+        machine: Description of the machine.
         tunings: Tuned controllers.
         configurations: Ways to decode; ``Run.configuration`` is an index of them.
         sweeps: Call latencies of each prompt and width.
-        runs: All runs. Those of one prompt and engine are saved together.
+        runs: All runs. The runs of one prompt on one engine are saved together.
         complete: Whether every prompt was measured.
         schema: Version of the file format.
     """
@@ -315,8 +316,8 @@ def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> 
 
 
 def rounded(value: Any) -> Any:
-    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more would be
-    noise, and double the file."""
+    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more digits would
+    be noise, and double the file."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, dict):

@@ -20,8 +20,8 @@ def run_with_progress(
     after_step: Callable[[], None] = lambda: None,
     total: int | None = None,
 ) -> None:
-    """Take all steps, show a progress bar, and call ``after_step`` after each. ``total`` is their
-    number, if it is known."""
+    """Take all steps, show a progress bar, and call ``after_step`` after each step. ``total`` is
+    the number of steps, if it is known."""
     with progress_bar(label, total, announce=True) as advance:
         for _ in steps:
             after_step()
@@ -30,7 +30,7 @@ def run_with_progress(
 
 @contextmanager
 def announce_resume(path: Path) -> Iterator[None]:
-    """On Ctrl-C say how to continue."""
+    """On Ctrl-C, print how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -51,16 +51,16 @@ def measure_engine(
     the result after each step.
 
     Args:
-        result: Receives the measurements. Those that it has are not repeated.
-        path: Its file.
+        result: Receives the measurements. Measurements that it has are not repeated.
+        path: The result's file.
         name: Name of the engine directory in the result.
-        bench: Its engines.
+        bench: The engines of the directory.
         prompts: Prompts to tune on and to report.
         options: Measurements to make.
 
     Raises:
-        EESDError: A tree width is not allowed, no prompt fits, or the result to resume has other
-            engines or prompts.
+        EESDError: A tree width is not allowed, no prompt fits, or the result to resume has
+            different engines or prompts.
     """
     bench.check_widths(options.widths)
     tuning, reported = split_prompts(prompts, options.tuning_per_task, options.per_task)

@@ -1,5 +1,5 @@
-"""The measurement: every prompt is decoded plainly and in each configuration in turn, so drift of
-the machine affects all."""
+"""The measurement: every prompt is decoded plainly and in each configuration in turn, so that drift
+of the machine affects all alike."""
 
 import json
 from collections import Counter
@@ -33,26 +33,25 @@ T = TypeVar("T")
 
 SAMPLINGS = ("greedy", "coupled", "rejection")
 LENGTHS = tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8))
-"""What ``fixed`` without options stands for: of these, the one that is fastest on the tuning
-prompts is measured."""
+"""Candidates for ``fixed`` without options. The fastest on the tuning prompts is measured."""
 WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. Raises :class:`EESDError` for invalid values.
+    """Options of a measurement. Raises :class:`EESDError` for invalid values.
 
     Attributes:
         widths: Tree widths; 1 is a chain.
         samplings: Some of ``SAMPLINGS``.
         temperature: Temperature of all samplings except greedy.
-        per_task, tuning_per_task: Most reported and most tuning prompts of each task.
-        guard: Whether the guard may pause drafting. It does in normal use, but it hides differences
+        per_task, tuning_per_task: Maximum number of reported and of tuning prompts of each task.
+        guard: Whether the guard may pause drafting. In normal use it may, but it hides differences
             between controllers.
-        chat: Whether prompts are given as chat messages.
+        chat: Whether prompts are sent as chat messages.
         threads: CPU threads of an engine; None for the backend's default.
-        tasks: Files with prompts; none for the bundled ones.
-        budgeted: Those of ``widths`` that are also measured with a tree budget.
+        tasks: Files with prompts; empty for the bundled prompts.
+        budgeted: The ``widths`` that are also measured with a tree budget.
         drafter: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
         kv_cache_dtype: See :func:`eesd.load`.
     """
@@ -101,7 +100,8 @@ class Options:
         return values
 
     def sampling(self, name: str, number: int) -> Sampling:
-        """The sampling ``name`` for the prompt with this number. Each prompt has its own noise."""
+        """The sampling ``name`` for the prompt with this number. Each prompt has a different
+        seed."""
         if name == "greedy":
             return Sampling()
         return Sampling(temperature=self.temperature, seed=self.seed + number, method=name)
@@ -125,7 +125,7 @@ class Generation(NamedTuple):
 
 
 class Bench:
-    """The engines of one directory. All configurations share them, and the KV cache, too."""
+    """The engines of one directory. All configurations share them and the KV cache."""
 
     def __init__(
         self, directory: Path, backend: str, threads: int | None, kv_cache_dtype: str | None = None
@@ -205,8 +205,8 @@ class Bench:
         """Generate exactly ``new_tokens`` after a prompt, past any EOS, so that every
         configuration does the same work.
 
-        ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS
-        ends a text.
+        ``drafting`` comes from :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos``,
+        EOS ends the text.
         """
         llm = drafting or self.llm
         draft = drafting is not None
@@ -300,7 +300,7 @@ def chosen_configurations(
     engine: str, options: Options, tunings: Sequence[Tuning]
 ) -> list[Configuration]:
     """For each sampling: plain decoding, and every controller with every width. Tuned controllers
-    have their best setting."""
+    use their best setting."""
     tuned = {(t.engine, t.sampling, t.width, t.controller): t.chosen for t in tunings}
     found = []
     for sampling in options.samplings:

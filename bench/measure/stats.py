@@ -35,8 +35,8 @@ def bounds(samples: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of one value per prompt, and its interval over prompts: paired if a value compares
-    two runs of a prompt."""
+    """The median of one value per prompt, and its interval over prompts. The interval is paired if
+    each value compares two runs of a prompt."""
     data = np.asarray(values, dtype=np.float64)
     return Interval(
         float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1))

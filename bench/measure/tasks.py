@@ -1,4 +1,4 @@
-"""Prompts to measure: bundled ones, or texts of local files. Some are tuned on, the others are
+"""Prompts to measure: bundled ones, or texts of local files. Some are for tuning, the rest are
 reported."""
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from eesd.common.json_input import json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
 KEYS = ("text", "prompt", "turns", "messages", "question", "document")
-"""Where public benchmarks and others have their texts: Spec-Bench and MT-bench turns, HumanEval a
-prompt, GSM8K a question."""
+"""Keys of the texts in public benchmarks and other files: ``turns`` in Spec-Bench and MT-bench,
+``prompt`` in HumanEval, ``question`` in GSM8K."""
 REMEDY = f"give a text, or JSON lines with {', '.join(KEYS[:-1])} or {KEYS[-1]}"
 TUNING_EVERY = 4
 """Every fourth prompt of a task is for tuning and never reported."""
@@ -25,7 +25,7 @@ class TaskPrompt:
 
     Attributes:
         id: Unique among the prompts of a measurement.
-        task: The task that reports list it under.
+        task: The task under which reports list it.
         text: The prompt.
     """
 
@@ -35,8 +35,8 @@ class TaskPrompt:
 
 
 def read_texts(path: Path) -> list[tuple[str, list[str]]]:
-    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file;
-    another file is one text.
+    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file.
+    Any other file is one text.
 
     A line has one of ``KEYS``. Its task is its ``task`` or ``category``, or else the name of the
     file.
@@ -65,8 +65,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
-    """The first parts of all texts of the files (:func:`read_texts`); the bundled prompts if there
-    are none."""
+    """The first part of each text in the files (:func:`read_texts`); without files, the bundled
+    prompts."""
     found = [
         (path, *text) for path in map(Path, files or [str(BUNDLED)]) for text in read_texts(path)
     ]
@@ -79,8 +79,8 @@ def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
 def split_prompts(
     prompts: Sequence[TaskPrompt], tuning: int, reported: int
 ) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
-    """Split prompts into at most ``tuning`` of each task to tune on, and ``reported`` to report,
-    each with the tasks in turn.
+    """Split prompts into at most ``tuning`` prompts of each task to tune on, and at most
+    ``reported`` to report. Tasks alternate in both.
 
     Raises:
         EESDError: A task has fewer than two prompts.

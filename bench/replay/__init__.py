@@ -1,1 +1,1 @@
-"""Controllers replayed on recorded traces: no engine runs, and any cost model applies."""
+"""Replay controllers on recorded traces, without an engine and under any cost model."""

@@ -13,8 +13,8 @@ from eesd.common.errors import EESDError
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Costs of a round's calls, in any unit: of all draft steps by number, and of a verify pass by
-    nodes, root included.
+    """Costs of a round's calls, in any unit: of all draft steps, by their number, and of a verify
+    pass, by its nodes (including the root).
 
     The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights
     from the processor's caches, so the first step costs more than later ones.
@@ -24,12 +24,12 @@ class CallCosts:
     verify: Mapping[int, float]
 
     def verify_cost(self, nodes: int) -> float:
-        """v(n): cost of a pass over ``nodes`` nodes, root included."""
+        """v(n): cost of a pass over ``nodes`` nodes, including the root."""
         return _interpolated(self.verify, nodes)
 
     def draft_cost(self, steps: int) -> float:
-        """d(k): cost of all draft steps of a round. If only one count is known, the cost is
-        proportional to the steps."""
+        """d(k): cost of all draft steps of a round. If the cost of only one count is known, it is
+        taken as proportional to the steps."""
         return _interpolated({0: 0.0, **self.draft}, steps)
 
     def round_cost(self, steps: int, nodes: int) -> float:
@@ -46,7 +46,7 @@ class CallCosts:
 
 
 def _interpolated(costs: Mapping[int, float], count: int) -> float:
-    """Linear between known counts; beyond the largest it continues the last segment."""
+    """Interpolate linearly between known counts; beyond the largest, continue the last segment."""
     counts = sorted(costs)
     if count <= counts[-1] or len(counts) == 1:
         return float(np.interp(count, counts, [costs[known] for known in counts]))
@@ -55,8 +55,8 @@ def _interpolated(costs: Mapping[int, float], count: int) -> float:
 
 
 def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], CallCosts]:
-    """Seconds by (engine, tree width): at each count the mean over all prompts, without the lowest
-    and the highest tenth."""
+    """Seconds by (engine, tree width). At each count, this is the mean over all prompts without the
+    lowest and the highest tenth."""
     groups: dict[tuple[str, int], list[CallLatency]] = {}
     for latency in latencies:
         groups.setdefault((latency.engine, latency.width), []).append(latency)
@@ -143,8 +143,8 @@ class CostModel:
 
 
 def _predicted(name: str, draft: float, first: float, last: float) -> CostModel:
-    """Costs from predicted milliseconds: of a draft step, and of a verify pass over a node and
-    over 33."""
+    """Costs from predicted milliseconds: of a draft step, and of verify passes over 1 and 33
+    nodes."""
     return CostModel(
         f"{name}: predicted", CallCosts({1: draft / first}, {1: 1.0, 33: last / first}), first / 1e3
     )
@@ -179,8 +179,8 @@ FOUR_BIT = CostModel(
     ),
     6e-3,
 )
-"""A draft step takes 17 % of a pass, and the host 8 % more in a round that drafts; passes are those
-of decision 0082."""
+"""A draft step takes 17 % of a pass, and the host adds 8 % to a round that drafts. Costs of passes
+are from decision 0082."""
 
 COST_MODELS = {
     "bundled": BUNDLED,
@@ -201,5 +201,5 @@ COST_MODELS = {
         44.50,
     ),
 }
-"""Cost models by name. Predictions are those of docs/predict.md, from constants that an H200
-measured."""
+"""Cost models by name. Predictions are from docs/predict.md, with constants measured on an
+H200."""

@@ -1,5 +1,5 @@
-"""Sessions on the clock of another device: the runtime's clock goes on by what a cost model says of
-each call."""
+"""Sessions on the clock of another device: each call advances the runtime's clock by its cost in a
+cost model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ Forward = Callable[[Sequence[Call]], list[StepOutputs]]
 
 
 class CountedClock:
-    """Seconds of a device that is not there. Tokens and bits are those of the engines; controllers,
-    guard and text drafter see these seconds, and decide as they would there. The host takes no
-    time, and a piece of a prompt as much as a plain step.
+    """Simulated seconds of a device that is not present. Tokens and bits are those of the engines.
+    Controllers, guard and text drafter see these seconds, and decide as they would on that device.
+    The host takes no time, and a piece of a prompt takes the time of a plain step.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -26,7 +26,7 @@ class CountedClock:
 
     @contextmanager
     def timing(self, llm: LLM) -> Iterator[None]:
-        """Time the calls of its engines, and of all that share them.
+        """Count the calls of the LLM's engines, which other LLMs may share.
 
         Raises:
             EESDError: The draft takes several steps in one call, which is not counted.

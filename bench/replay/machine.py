@@ -15,19 +15,19 @@ from eesd.controllers.base import EXIT
 from eesd.runtime.decoding.guard import Guard
 
 COLD = 0.1
-"""A plain round right after a drafting one is this share slower: the draft has taken the
+"""A plain round right after a drafting round is slower by this share: the draft has filled the
 processor's caches."""
 
 STALL_SECONDS = 4e-3
 """Mean length of a stall, in which another program has the processor."""
 
 Disturbance = Callable[[int, float], tuple[float, float]]
-"""Factors of the draft's and of the verify pass's seconds, by the number of rounds and the seconds
-that have passed."""
+"""Maps the rounds and seconds that have passed to factors of the draft's and the verify pass's
+seconds."""
 
 
 def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Disturbance:
-    """From round ``first`` on, calls are slower by these factors, until ``seconds`` have passed."""
+    """Slow calls by these factors from round ``first`` on, until ``seconds`` have passed."""
     began: list[float] = []
 
     def factors(rounds: int, now: float) -> tuple[float, float]:
@@ -39,8 +39,8 @@ def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Dist
 
 
 def changing_load(random: np.random.Generator) -> Disturbance:
-    """Other programs come and go: for 0.7 seconds in the mean, calls are up to three times slower,
-    or as fast as ever."""
+    """Other programs come and go. Every 0.7 seconds on average the load changes: calls are up to
+    three times slower, or run at full speed."""
     until = 0.0
     factors = (1.0, 1.0)
 
@@ -48,7 +48,7 @@ def changing_load(random: np.random.Generator) -> Disturbance:
         nonlocal until, factors
         if now >= until:
             slower = float(np.exp(random.uniform(0, np.log(3)))) if random.random() < 0.6 else 1.0
-            # A draft, which is small, suffers more or less.
+            # A draft, which is small, may suffer more or less than a pass.
             factors = slower ** float(random.uniform(0.8, 1.25)), slower
             until = now + float(random.exponential(0.7))
         return factors
@@ -60,8 +60,8 @@ class Machine:
     """Seconds of calls: those of ``costs``, with lognormal noise, slowed by a disturbance, and
     stalled at random times.
 
-    ``stalls`` is their number in a second. A stall lasts 4 ms in the mean, which another program
-    gets of the processor.
+    ``stalls`` is the mean number of stalls per second. A stall lasts 4 ms on average, while another
+    program has the processor.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Machine:
         self._drafted = False
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Seconds of a round's draft, and of its verify pass."""
+        """Seconds of a round's draft and of its verify pass."""
         slower = self._disturbance(self._rounds, self._now) if self._disturbance else (1.0, 1.0)
         noise = np.exp(self._noise * self._random.standard_normal(2)).tolist()
         draft = slower[0] * noise[0] * self._costs.draft_cost(steps)
@@ -97,7 +97,7 @@ class Machine:
         return draft, verify
 
     def _stalled(self, seconds: float) -> float:
-        """Seconds for which a call of ``seconds`` is stalled."""
+        """Seconds of stalls during a call of ``seconds``."""
         if not self._stalls:
             return 0.0
         return float(
@@ -109,8 +109,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Run:
-    """A decoding: for each round the tokens it brought, its draft steps, and its seconds
-    [rounds, 3]."""
+    """One decoding run: committed tokens, draft steps and seconds of each round [rounds, 3]."""
 
     rounds: NDArray[np.float64]
 
@@ -120,8 +119,8 @@ class Run:
         return float(self.rounds[:, 2].sum())
 
     def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:
-        """Share by which token ``first`` to ``last`` would have taken longer than plainly, without
-        noise and disturbances."""
+        """Time lost by drafting on tokens ``first`` to ``last``, as a share of plain decoding's
+        time, without noise and disturbances."""
         ends = self.rounds[:, 0].cumsum()
         steps = self.rounds[:, 1].astype(int)
         plain = costs.verify_cost(1)
@@ -131,14 +130,14 @@ class Run:
         return float(spent[part].sum() / (plain * self.rounds[part, 0].sum()) - 1)
 
     def drafting(self, first: int) -> float:
-        """Share of drafting rounds after the first tokens."""
+        """Share of drafting rounds after the first ``first`` tokens."""
         return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
 
 def decode(
     trace: Trace, machine: Machine, controller: Controller | None = None, guard: Guard | None = None
 ) -> Run:
-    """Decode all requests of a trace in one process; without a controller plainly."""
+    """Decode all requests of a trace in one process; plainly without a controller."""
     rounds: list[tuple[int, int, float]] = []
     for request in trace.requests:
         if controller:

@@ -1,7 +1,7 @@
 """Replay one controller on a trace under a cost model: thousands of rounds per second, without an
 engine.
 
-Costs are in plain steps, so tokens per unit of cost is the speed relative to plain decoding. All
+Costs are in plain steps, so tokens per unit of cost are the speed relative to plain decoding. All
 comparisons are paired: all controllers decode the same text, and the bootstrap resamples whole
 requests.
 """
@@ -29,8 +29,8 @@ OFF = "off"
 
 
 class Threshold(Controller):
-    """Keep drafting while the draft gave its last token at least probability ``p`` (as Kangaroo
-    does)."""
+    """Keep drafting while the draft's last token has at least probability ``p`` (as in
+    Kangaroo)."""
 
     def __init__(self, p: float = 0.6, seed: int = 0) -> None:
         self.p = p
@@ -44,11 +44,11 @@ REPLAYED = CONTROLLERS | {"threshold": Threshold}
 
 
 class Clairvoyant(Controller):
-    """Drafts exactly the tokens that will be accepted, which bounds the speed that any controller
-    can reach.
+    """Drafts exactly the tokens that will be accepted. Its speed is an upper bound for every
+    controller.
 
-    For constant acceptance a, draft steps of cost c, and a verify cost that does not depend on the
-    nodes, its speed is 1 / (1 - a + c a).
+    For constant acceptance a, draft steps of cost c, and a verify cost independent of the nodes,
+    its speed is 1 / (1 - a + c a).
 
     Attributes:
         accepted: Tokens of the next round's chain that the verifier will accept. A replay sets it
@@ -71,8 +71,8 @@ class Replay:
 
     Attributes:
         tokens, cost: Tokens and seconds of each request [R].
-        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of
-            several seeds the first one's.
+        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. With
+            several seeds, those of the first.
         own_seconds: The controller's own time per round, measured on this machine.
     """
 
@@ -84,8 +84,8 @@ class Replay:
 
     @property
     def speed(self) -> float:
-        """Tokens per plain step over all requests, which is the speed-up over plain decoding in
-        total time."""
+        """Tokens per plain step over all requests: the speed-up over plain decoding in total
+        time."""
         return float(self.tokens.sum() / self.cost.sum())
 
 
@@ -93,9 +93,9 @@ def replay(
     name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True
 ) -> Replay:
     """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it
-    keeps what it learned.
+    goes on learning from request to request.
 
-    ``charge``: whether it pays for its own time. A :class:`Clairvoyant` never does.
+    ``charge`` adds the controller's own time to the costs, except for a :class:`Clairvoyant`.
     """
     table = costs.chain_costs(trace.depth)
     plain = costs.plain_seconds
@@ -161,15 +161,15 @@ def chain_outcome(
 
 
 def teach(controller: Controller, outcome: RoundOutcome) -> None:
-    """Tell a controller that shares its ``value`` with no other rule of a committed round."""
+    """Pass a committed round to a controller whose ``value`` no other rule shares."""
     if controller.value is not None:
         controller.value.observe(outcome)
     controller.observe(outcome)
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
-    """Ask a controller, as a session does, how many tokens of a chain to draft: at most
-    ``room``."""
+    """The number of tokens of a chain that a controller drafts, at most ``room``. Calls the
+    controller as a session does."""
     if not room:
         return 0
     length = controller.begin_round(1)
@@ -197,8 +197,8 @@ def replay_seeds(
 
 
 def replay_fixed_lengths(trace: Trace, costs: CostModel) -> list[Replay]:
-    """Replay every fixed length from 0 (plain decoding) to the depth of the trace. Their own time
-    is not charged."""
+    """Replay every fixed length from 0 (plain decoding) to the depth of the trace. The controllers'
+    own time is not charged."""
     return [
         replay(f"fixed:k={k}" if k else OFF, _FixedLength(k), trace, costs, charge=False)
         for k in range(trace.depth + 1)
@@ -213,8 +213,8 @@ class _FixedLength(Fixed):
 
 
 def fastest(replays: Sequence[Replay]) -> Replay:
-    """The replay with the highest speed. Of :func:`replay_fixed_lengths`, the best fixed length in
-    hindsight."""
+    """The replay with the highest speed. Applied to :func:`replay_fixed_lengths`, the best fixed
+    length in hindsight."""
     return max(replays, key=lambda run: run.speed)
 
 
@@ -231,7 +231,7 @@ def speed_ratio(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = 
     """Speed of ``run`` over that of ``base`` on the same trace, with the 95 % interval of a paired
     bootstrap over requests.
 
-    ``requests`` is a mask [R] of the requests to use; None: all.
+    ``requests`` is a mask [R] of the requests to use; None for all.
     """
     columns = np.stack([run.tokens, run.cost, base.tokens, base.cost], axis=1)
     if requests is not None:

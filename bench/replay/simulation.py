@@ -54,7 +54,7 @@ class Row:
     Attributes:
         speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length
             in hindsight, and to the clairvoyant.
-        by_task: Relative to the best fixed length of each task, on the requests of this task.
+        by_task: Relative to the best fixed length of each task, on the requests of that task.
         own_microseconds: The controller's own time per round.
     """
 
@@ -107,9 +107,9 @@ class Simulation(Saved):
     Attributes:
         origin: Origin of the trace.
         options: Cost models and seeds.
-        prompts, tuning_prompts: Numbers by task.
+        prompts, tuning_prompts: Number of prompts by task.
         replays: One comparison for each cost model.
-        machine: Where the controllers' own time was measured.
+        machine: Description of the machine on which the controllers' own time was measured.
         kind, schema: Kind and version of the file format.
     """
 
@@ -141,8 +141,8 @@ class Simulation(Saved):
 
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's. Without a
-    trace only names are checked.
+    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's costs. Without
+    a trace, only the names are checked.
 
     Raises:
         EESDError: A name is unknown, or the trace has no measured costs.
@@ -165,8 +165,8 @@ def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel
 
 
 def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Iterator[None]:
-    """Add all comparisons to a simulation, which :meth:`Simulation.prepare` made of these traces.
-    Yields after each."""
+    """Add all comparisons to a simulation that :meth:`Simulation.prepare` made from these traces.
+    Yields after each comparison."""
     for name, costs in find_costs(simulation.options["costs"], trace).items():
         simulation.replays.append(
             compare_on_trace(name, trace, tuning, costs, simulation.options["seeds"])
@@ -177,8 +177,8 @@ def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Itera
 def compare_on_trace(
     name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS
 ) -> Comparison:
-    """Replay all controllers on a trace: tuned ones with what is fastest on ``tuning``, learning
-    ones with several seeds."""
+    """Replay all controllers on a trace: tuned controllers with the setting that is fastest on
+    ``tuning``, learning controllers with several seeds."""
     fixed = replay_fixed_lengths(trace, costs)
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():
@@ -203,8 +203,8 @@ def compare_on_trace(
 
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The spec that is fastest on the tuning trace. The controllers' own time is not charged: it is
-    equal for all."""
+    """The spec that is fastest on the tuning trace. The controllers' own time is not charged,
+    because it is equal for all."""
     return max(
         specs,
         key=lambda spec: (

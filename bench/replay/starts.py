@@ -1,5 +1,5 @@
-"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it go
-on where it pays?"""
+"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it
+continue where it pays?"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from eesd.controllers import make_controller
 from eesd.runtime.decoding.guard import Guard
 
 PRIOR = CalibrationPrior(accept=(0, 0, 1, 0, 0), following=(0, 0, 1, 0, 0))
-"""Of the heads: it believes the confidence that they show."""
+"""Calibration prior of the synthetic heads: takes their stated confidence at face value."""
 HEADS = {
     "useless": SyntheticStream("useless", (0.02, 0.1), 0.5, 0.25, 1.5),
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
     "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
 }
-"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays
-1.15x with costs ``4bit``."""
+"""Heads by name: a useless one, one whose acceptance of .19 looks like .45, and one that pays 1.15x
+with costs ``4bit``."""
 MACHINES = ("steady", "load", "stalls", "burst")
-"""Disturbances: none, other programs that come and go, 20 stalls in a second, and one second of
+"""Disturbances: none, other programs that come and go, 20 stalls per second, and one second with
 calls five times slower."""
 NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
 STALLS = 20.0
-"""In a second: one in every eighth pass of 6 ms."""
+"""Stalls per second: one in every eighth pass of 6 ms."""
 REQUESTS = 18
 TOKENS = 128
 SETTLED = 256
@@ -38,11 +38,11 @@ SETTLED = 256
 
 @dataclass(frozen=True)
 class Start:
-    """One process: by how much its tokens would have taken longer than plainly, without noise and
-    disturbances.
+    """Time that one process lost by drafting, as a share of plain decoding's time, without noise
+    and disturbances.
 
     Attributes:
-        first: Share of the first 100 tokens' time.
+        first: Loss over the first 100 tokens.
         thousand: Loss over the first 1,000 tokens.
         behind: Loss over the tokens after the first ``SETTLED``.
         drafting: Share of drafting rounds after the first ``SETTLED`` tokens.
@@ -60,8 +60,8 @@ def simulate_starts(
     """Start processes that decode with a fresh controller (``spec``) and a fresh guard, on one of
     ``MACHINES``.
 
-    What the head drafts is made up, or recorded; then each process decodes the requests in an order
-    of its own. ``costs`` are those of an undisturbed machine.
+    The drafts are synthetic or recorded. With recorded drafts, each process decodes the requests in
+    a different order. ``costs`` are those of an undisturbed machine.
     """
     seconds = costs.calls.scaled(costs.plain_seconds)
     for seed in range(starts):
@@ -88,8 +88,8 @@ def simulate_starts(
 
 
 def table(head: str, machine: str, found: Sequence[Start]) -> str:
-    """A line for the starts of one head on one machine: the worst, the worst but 5 %, and the
-    median of each figure."""
+    """A line for the starts of one head on one machine: the worst value, the worst after leaving
+    out 5 %, and the median of each figure."""
     parts = [
         f"{label} {_spread([getattr(start, name) for start in found], worst)}"
         for label, name, worst in (

@@ -10,15 +10,15 @@ from eesd.bench.replay.traces import Trace, TracedRequest
 
 @dataclass(frozen=True)
 class SyntheticStream:
-    """Text whose positions have levels, a Markov chain.
+    """A text in which each position has a level of acceptance. The levels form a Markov chain.
 
     Attributes:
         name: Name in reports.
         levels: Probability of acceptance of each level, ascending.
-        stay: Probability that a position has its predecessor's level. Otherwise the level is drawn
+        stay: Probability that a position keeps its predecessor's level. If not, the level is drawn
             uniformly.
-        spread: Standard deviation of a request's log-odds of acceptance: texts differ.
-        overconfidence: By how much the log-odds that draft steps show are too high.
+        spread: Standard deviation of the log-odds of acceptance between requests.
+        overconfidence: Excess of the log-odds that draft steps show over the true ones.
     """
 
     name: str

@@ -51,8 +51,7 @@ FloatArray = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One generation of T new tokens. Row t belongs to the root behind which t new tokens are
-    committed.
+    """One generation of T new tokens. Row t belongs to the round that begins after t new tokens.
 
     Attributes:
         task: Task of the prompt.
@@ -102,7 +101,7 @@ class Trace:
         requests: The requests.
         origin: Engine, options and prompts. Two traces with equal origins have equal requests.
         costs: Costs measured on the engine that ran the requests.
-        prior: Calibration prior in its engine directory.
+        prior: Calibration prior in that engine's directory.
     """
 
     requests: tuple[TracedRequest, ...]
@@ -224,7 +223,7 @@ class ChainDrafter:
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens. Returns them, and the features of each for a controller."""
+        """Draft ``count`` tokens. Returns the tokens, and a controller's features of each."""
         tokens = self._session.tokens
         steps = list[DraftStep]()
         tree = DraftTree(tokens[-1], count)
@@ -300,8 +299,8 @@ def record_traces(
     """Record two traces of one engine: one of the tuning prompts and one of the reported prompts.
     Yields after each prompt.
 
-    ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it
-    leaves no old trace next to a new one in ``output``.
+    ``options`` set the sampling, and the number of prompts of each task to record. If interrupted,
+    it leaves no old trace next to a new one in ``output``.
 
     Raises:
         EESDError: The depth is not allowed, or no prompt fits.

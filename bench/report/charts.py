@@ -9,11 +9,11 @@ from eesd.common.charts import draw_acceptance, drawn
 
 ALL = "all prompts"
 FEWEST = 5
-"""Least judged tokens of a depth that is drawn."""
+"""Minimum number of judged tokens at a depth that is drawn."""
 
 
 def draw_result(result: Result, path: Path) -> None:
-    """Draw the configurations with the default controller; without any, all.
+    """Draw the configurations with the default controller, or all if there are none.
 
     Raises:
         EESDError: matplotlib is missing, or another program wrote the file at ``path``.

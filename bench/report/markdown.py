@@ -34,7 +34,7 @@ def write_report(
         first: Lines of sections that come first.
 
     Raises:
-        EESDError: A result has no runs, or ``output`` is something else.
+        EESDError: A result has no runs, or another program wrote ``output``.
     """
     lines = [
         TITLE,
@@ -58,7 +58,7 @@ def write_report(
 
 
 def _once(lines: Sequence[str]) -> list[str]:
-    """The lines without paragraphs that stood before, nor the empty line after each."""
+    """The lines without repeated paragraphs and the empty line after each."""
     seen: set[str] = set()
     found: list[str] = []
     skipped = False
@@ -73,7 +73,7 @@ def _once(lines: Sequence[str]) -> list[str]:
 
 
 class _Section:
-    """The section of one result. Of several engines only the best fixed lengths are shown."""
+    """The section of one result. With several engines, only the best fixed lengths are shown."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -274,7 +274,7 @@ class _Section:
 
 
 def _equality(summaries: Sequence[Summary]) -> str:
-    """Say how many drafting runs gave the tokens of plain decoding."""
+    """A sentence on the number of drafting runs that gave the tokens of plain decoding."""
     if summaries[0].configuration.sampling == "rejection":
         return (
             "Rejection sampling promises the distribution of plain decoding, not its tokens, so "

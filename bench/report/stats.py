@@ -11,7 +11,7 @@ from eesd.bench.replay.costs import CallCosts, mean_call_costs
 
 
 def predicted_seconds(run: Run, costs: CallCosts) -> float:
-    """Predict a run's decode seconds: the costs of its rounds, plus the host's time as measured."""
+    """Predict a run's decode seconds: the costs of its rounds plus the host's measured time."""
     return (
         sum(costs.round_cost(steps, nodes) * count for steps, nodes, count in run.rounds)
         + run.host_seconds
@@ -92,8 +92,8 @@ def _summary(
     costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
-    """Summarize runs by prompt: the configuration's own, those of plain decoding, and those of the
-    fixed length."""
+    """Summarize runs by prompt: those of the configuration, of plain decoding, and of the fixed
+    length."""
     runs = list(own.values())
     plains = [plain[prompt] for prompt in own]
     ratios = {
