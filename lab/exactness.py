@@ -1,11 +1,10 @@
-"""``python -m lab.exactness DIR...``: whether every way to compute a text gives the
-same bits.
+"""``python -m lab.exactness DIR...``: check that every way to compute a text gives the same bits.
 
 For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
-with one thread. Those are the expected bits. Then all kernels of this processor, with one and two
-threads, decode it plainly, drafted in chains, in trees and with a tree budget, with the prompt in
-other chunks, and in batches, with and without kept beginnings of prompts. The whole logits after
-each committed token are compared; for a batch, the tokens and their most likely alternatives with
+with one thread. This gives the expected bits. Then all kernels of this processor, with one and two
+threads, decode it plainly, with drafts in chains, in trees and with a tree budget, with the prompt
+in other chunks, and in batches, with and without kept beginnings of prompts. All logits after each
+committed token are compared; for a batch, the tokens and their most likely alternatives with
 log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs.
 """
 
@@ -33,7 +32,7 @@ from eesd.runtime.request import MAX_LOGPROBS, Generation, Request, Update
 
 KIND = "exactness"
 PROMPTS = (7, 129)
-"""Lengths."""
+"""Lengths of prompts, in tokens."""
 CHUNKS = (7, 64)
 """Tokens of a prompt that are computed together, besides the default."""
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1))
@@ -44,7 +43,7 @@ WAYS: dict[str, list[Speculation | None]] = {
     "budget": [Speculation("cost-aware-ts", guard=False, tree=1)],
 }
 SHARED = 64
-"""Tokens with which the prompts of a batch begin alike."""
+"""Length of the common beginning of a batch's prompts, in tokens."""
 BATCH = 4
 """Requests of a batch."""
 
@@ -58,9 +57,9 @@ class Row:
         kind: ``calls`` (of all sizes, with other caches and chunks, and trees), a key of
             :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls`` a run is a call of the
             engine.
-        runs: Texts, or calls, that were compared.
-        different: Those in which a bit differs.
-        positions: Tokens at which logits were compared.
+        runs: Number of texts, or calls, that were compared.
+        different: Number of runs in which a bit differs.
+        positions: Number of tokens at which logits were compared.
     """
 
     directory: str
@@ -74,13 +73,14 @@ class Row:
 
 
 def label(directory: Path) -> str:
-    """Name of an engine directory in the results: several models have one of the same name."""
+    """Name of an engine directory in the results: its last two folders, because directories of
+    different models may have the same name."""
     return "/".join(directory.absolute().parts[-2:])
 
 
 def open_with(directory: Path, backend: str, kernels: str, threads: int, activations: str) -> LLM:
-    """An engine directory with kernels such as ``avx2``, or with caches ``avx2:int8``; "" for a
-    backend without that choice."""
+    """Load an engine directory. ``kernels`` is a name such as ``avx2``, with a type of caches
+    ``avx2:int8``, or "" for a backend without that choice."""
     manifest = load_manifest(directory)
     if not kernels:
         return LLM(
@@ -102,7 +102,7 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
 
 
 def combinations(backend: str) -> list[tuple[str, int]]:
-    """Kernels and threads: the first gives the expected bits."""
+    """Kernels and threads. The first combination gives the expected bits."""
     if backend != "ort" or operators.missing():
         return [("", 1), ("", 2)]
     fastest, *others = operators.supported()
@@ -112,7 +112,7 @@ def combinations(backend: str) -> list[tuple[str, int]]:
 def check_directory(
     directory: Path, backend: str, new_tokens: int, report: Callable[[Row], None]
 ) -> Iterator[Row]:
-    """Compare everything on one directory. Yields the rows, and reports each."""
+    """Compare everything on one directory. Yields each row and passes it to ``report``."""
     chosen = load_manifest(directory).quantization
     quantized = chosen.layers or chosen.head or chosen.tensors
     kinds = ACTIVATIONS if quantized and combinations(backend)[0][0] else ("float32",)
@@ -140,7 +140,7 @@ def _counts(exactness: Exactness) -> Counter[str]:
 
 
 class _Texts:
-    """Plain and drafted texts, compared with the plain ones of the first engine."""
+    """Plain and drafted texts, compared with the plain texts of the first engine."""
 
     def __init__(self, new_tokens: int) -> None:
         self._new_tokens = new_tokens
@@ -175,7 +175,7 @@ class _Texts:
 
 
 def _ways() -> Iterator[tuple[str, Speculation | None, int]]:
-    """Kind, how it drafts, and the chunks of the prompt; 0: the default."""
+    """Kind, speculation, and tokens of a chunk of the prompt (0 for the default)."""
     for kind, speculations in WAYS.items():
         yield from ((kind, speculation, 0) for speculation in speculations)
     yield from (("chunks", None, chunk) for chunk in CHUNKS)
@@ -189,8 +189,8 @@ class _Batches:
         self._expected: list[list[Any]] = []
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, differing runs, and positions compared: of a batch, and of its repetition with kept
-        beginnings."""
+        """Runs, differing runs, and positions compared, for a batch and for its repetition with
+        kept beginnings."""
         shared = random_tokens(llm, min(SHARED, llm.manifest.max_seq_len // 4))
         options = BatchOptions(max_rows=BATCH, prefill_tokens=48, levels=3)
         given = [
@@ -225,8 +225,8 @@ class _Batches:
 
 
 def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[Any], int]]:
-    """For each request, its tokens with log-probabilities, and how many tokens of its prompt were
-    kept from earlier ones."""
+    """For each request, its tokens with log-probabilities, and the number of its prompt's tokens
+    that were kept from earlier prompts."""
     updates: list[list[Update]] = [[] for _ in requests]
     for request, own in zip(requests, updates, strict=True):
         generation = Generation(request, own.append)
@@ -241,7 +241,7 @@ def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[l
 
 
 def random_tokens(llm: LLM, count: int) -> list[int]:
-    """Token ids, the same ones for the same vocabulary."""
+    """Random token ids, always the same for a vocabulary and a count."""
     most = min(count, llm.manifest.max_seq_len // 2)
     tokens: list[int] = (
         np.random.default_rng(count).integers(llm.manifest.geometry.vocab_size, size=most).tolist()
@@ -255,7 +255,7 @@ def is_exactness(raw: Any) -> bool:
 
 
 def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
-    """Lines: how much was compared by engine directory, and how much differed."""
+    """Lines on the number of comparisons and differences, by engine directory."""
     rows = [Row(**row) for row in result["rows"]]
     engines = list(dict.fromkeys(f"{row.kernels}, {row.threads} threads" for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != "calls"))
@@ -296,7 +296,7 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int]:
-    """Texts that were compared, and differing texts."""
+    """Number of texts that were compared, and of texts that differ."""
     texts = [row for row in rows if row.kind != "calls"]
     return sum(row.runs for row in texts), sum(row.different for row in texts)
 

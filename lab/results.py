@@ -1,4 +1,4 @@
-"""docs/results.md, from the files in ``bench/results/`` that all benchmarks and tools wrote.
+"""Write docs/results.md from the files in ``bench/results/``, which all benchmarks and tools wrote.
 
 python -m lab.results bench/results -o docs/results.md
 """
@@ -19,8 +19,8 @@ from lab.peers.results import Result as Peers
 
 
 def section(path: Path, raw: Any) -> Callable[[bool], list[str]] | None:
-    """What gives the lines of a tool's file, with the published systems or without; None for a file
-    of ``eesd-bench``."""
+    """A function that makes the lines of a tool's file, with the published systems or without; None
+    for a file of ``eesd-bench``."""
     if Peers.wrote(raw):
         return lambda _: table.markdown(Peers.load(path), "##")
     if passes.Passes.wrote(raw):
@@ -44,8 +44,8 @@ def _files(directory: Path) -> list[Path]:
     "-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write."
 )
 def main(results: tuple[Path, ...], output: Path) -> None:
-    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, and directories of
-    them."""
+    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, or directories with
+    such files."""
     paths = [path for given in results for path in (_files(given) if given.is_dir() else [given])]
     files = {path: read_json(path) for path in paths}
     sections = {path: found for path, raw in files.items() if (found := section(path, raw))}

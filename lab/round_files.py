@@ -1,4 +1,4 @@
-"""The files that a default round crosses on the CPU."""
+"""The files that a default round runs through on the CPU."""
 
 import sys
 from collections.abc import Callable
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files_of(action: Callable[[], object]) -> list[Path]:
-    """The files of this project whose lines an action runs, in order, without repetitions in a
-    row."""
+    """The files of this project whose lines an action runs, in order. A file that runs twice in a
+    row is listed once."""
     files = list[Path]()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -39,8 +39,8 @@ def files_of(action: Callable[[], object]) -> list[Path]:
 def main(plans: Path) -> None:
     """Print the files, lines and changes of file of a default round.
 
-    PLANS is an engine directory, such as that of examples/pycode/model. For each number of draft
-    steps and nodes, the round with the fewest changes of file counts.
+    PLANS is an engine directory, such as one of examples/pycode/model. For each number of draft
+    steps and nodes, the round with the fewest changes of file is printed.
     """
     llm = load(plans, "ort", threads=1)
     prompt = (ROOT / "examples/pycode/prompt.txt").read_text()

@@ -1,12 +1,12 @@
-"""Which JSON schemas constrained output follows: the JSON Schema Test Suite, draft 2020-12.
+"""Check constrained output against the JSON Schema Test Suite, draft 2020-12.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     python -m lab.schemas JSON-Schema-Test-Suite
 
-A schema is *broken* if a text that its grammar allows does not fit it: one of the suite's own, or a
-random one. There must be none. Random texts are checked by the package jsonschema_rs. Formats are
-annotations, as the draft has it. A schema is *narrow* if the grammar forbids a text of the suite
-that fits it: its properties come in another order, for example.
+A schema is *broken* if its grammar allows a text that does not fit it, whether a text of the suite
+or a random one. No schema may be broken. The package jsonschema_rs checks random texts. Formats are
+annotations, as the draft defines. A schema is *narrow* if the grammar forbids a text of the suite
+that fits it, for example because its properties come in another order.
 """
 
 import json
@@ -29,9 +29,9 @@ from eesd.runtime.json_text import JSONTokens
 
 EOS = Bytes.eos_token_id
 RANDOM_TEXTS = 20
-"""Of each schema."""
+"""Random texts of each schema."""
 MOST_BYTES = 400
-"""Of a random text. A longer one is left out."""
+"""Maximum length of a random text. Longer texts are left out."""
 
 
 JSON_TOKENS = JSONTokens(BYTES)
@@ -44,7 +44,7 @@ def allows(made: GrammarConstraint, text: str) -> bool:
 
 
 def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
-    """A text of random allowed bytes; None: it became too long."""
+    """A text of random allowed bytes; None if it became too long."""
     tokens: list[int] = []
     while len(tokens) < MOST_BYTES:
         mask = made.allowed(tokens)
@@ -58,11 +58,11 @@ def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
 
 
 def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
-    """Texts that a constraint allows, and that do not fit the schema."""
+    """Texts that a constraint allows although they do not fit the schema."""
     written = [(json.dumps(test["data"], ensure_ascii=False), test["valid"]) for test in tests]
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=False)
     chance = random.Random(0)
-    for text, valid in written:  # some of the suite's own take formats for more than annotations
+    for text, valid in written:  # in some tests of the suite, formats are more than annotations
         if (
             not valid
             and allows(made, text)
@@ -76,7 +76,7 @@ def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
 
 
 def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
-    """How many schemas are followed, refused and broken, and the broken ones."""
+    """The numbers of schemas that are followed, refused and broken, and the broken schemas."""
     found = Counter[str]()
     broken = []
     folder = suite / "tests" / "draft2020-12"
@@ -110,7 +110,7 @@ def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
 @cli.command()
 @click.argument("suite", type=cli.PATH)
 def main(suite: Path) -> None:
-    """Say how many schemas of a test suite are followed, refused and broken."""
+    """Print the numbers of a test suite's schemas that are followed, refused and broken."""
     found, broken = count(suite)
     kinds = ("followed", "of them narrow", "refused", "broken")
     click.echo("\n".join(table(kinds, [[str(found[kind]) for kind in kinds]])))

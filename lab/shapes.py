@@ -4,8 +4,8 @@
     python -m lab.shapes plans/ --backend ort --nodes "1 2 4 6 8" \\
         --behind "64 512 2048"
 
-It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are
-beside them.
+It times draft steps, verify passes, and the time to the first token. With --gpu, it shows
+predictions beside them.
 """
 
 import time
@@ -39,12 +39,12 @@ from eesd.runtime.llm import LLM
 
 PROMPT = 512
 MEMORY_BYTES = 1 << 29
-"""Bytes that are copied or read to measure the bandwidth: more than any cache holds."""
+"""Bytes that are copied or read to measure the bandwidth, more than any cache holds."""
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
-    """Median seconds of synchronous calls, after two warm-up calls each. In turn, so that other
-    load affects all alike."""
+    """Median seconds of synchronous calls, after two warm-up calls each. Calls take turns, so that
+    other load affects all alike."""
     seconds: dict[Any, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats + 2):
         for key, call in calls.items():
@@ -56,8 +56,8 @@ def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Int
 
 
 def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
-    """Bytes per second of the engines' memory: read plus written by a large copy on a GPU, read by
-    ``threads`` on a CPU."""
+    """Bandwidth of the engines' memory, in bytes per second: of a large copy (read plus written) on
+    a GPU, of reads by ``threads`` on a CPU."""
     if not on_gpu:
         numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
         with ThreadPoolExecutor(threads) as pool:
@@ -88,9 +88,8 @@ def time_passes(
 ) -> dict[str, Any]:
     """Time draft steps and verify passes by node count, after contexts of several lengths.
 
-    Returns seconds of each kind of call with their interval, as ``share`` the share that reading
-    the weights and the cache must take at ``per_second`` bytes, and as ``predicted`` the predicted
-    seconds.
+    Returns the ``seconds`` of each kind of call with their interval; the ``share`` of them that
+    reading the weights and the cache takes at ``per_second`` bytes; and the ``predicted`` seconds.
     """
     assert engines.draft is not None
     [kv_cache] = engines.verify.new_kv_caches()
@@ -158,8 +157,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one engine directory, ``repeats`` calls of each kind.
 
-    ``hardware`` is what predictions are for; ``counts`` are nodes of verify passes; ``behind`` are
-    tokens before a pass, and of the prompts of which the first token is timed.
+    ``hardware`` is the device of predictions, ``counts`` are nodes of verify passes, and ``behind``
+    are tokens before a pass, also the lengths of prompts whose first token is timed.
     """
     manifest = load_manifest(directory)
     behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]

@@ -1,12 +1,12 @@
-"""Questions, answered plainly and with drafting: Spec-Bench's (Xia et al., Findings of ACL 2024,
-arXiv 2401.07851), or others.
+"""Answer questions plainly and with drafting: those of Spec-Bench (Xia et al., Findings of ACL
+2024, arXiv 2401.07851), or others.
 
     python -m lab.spec_bench --questions question.jsonl --engine-dir plans/ \\
         --method text --method both
 
-The file is in https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl, Apache-2.0);
-this project lacks it. Every method answers in turn, so that drift of the machine affects all. A
-method may have the draft of another directory.
+The file is in https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl, Apache-2.0),
+not in this project. Methods take turns, so that drift of the machine affects all. A method may use
+the draft of another directory.
 """
 
 from collections import Counter
@@ -48,19 +48,19 @@ MT_BENCH = (
     "stem",
     "humanities",
 )
-"""Categories of MT-bench, which Spec-Bench reports as one: multi-turn conversation."""
+"""Categories of MT-bench. Spec-Bench reports them as one, multi-turn conversation."""
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7, "coupled-1": 1.0}
-"""Temperatures. Spec-Bench is answered greedily; 0.7 is MT-bench's for most of its categories."""
+"""Temperatures. Spec-Bench decodes greedily; MT-bench uses 0.7 for most of its categories."""
 WARM_UP_TOKENS = 48
 COUNT = click.IntRange(1, 10**6)
 KEPT_BYTES = 1 << 28
-"""Keys and values of prompts that are kept: those of a question."""
+"""Bytes of keys and values kept of prompts, enough for a question."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The user's messages, turn by turn; each follows the answer to the one before. ``category`` is
-    the file's."""
+    """The user's messages, turn by turn. Each follows the answer to the previous one. ``category``
+    comes from the file."""
 
     id: int
     category: str
@@ -68,7 +68,7 @@ class Question:
 
 
 def read_questions(paths: Sequence[Path]) -> list[Question]:
-    """All questions of the files, whose numbers count on from file to file."""
+    """All questions of the files. Their numbers continue from file to file."""
     texts = enumerate(chain.from_iterable(map(read_texts, paths)), 1)
     return [
         Question(number, MULTI_TURN if name in MT_BENCH else name, tuple(turns))
@@ -77,8 +77,8 @@ def read_questions(paths: Sequence[Path]) -> list[Question]:
 
 
 def choose(questions: Sequence[Question], per_category: int) -> list[Question]:
-    """Of each category at most ``per_category``, evenly spread over the file; the categories in
-    turn."""
+    """At most ``per_category`` questions of each category, evenly spread over the file. Categories
+    alternate."""
     found: dict[str, list[Question]] = {}
     for question in questions:
         found.setdefault(question.category, []).append(question)
@@ -92,15 +92,15 @@ def choose(questions: Sequence[Question], per_category: int) -> list[Question]:
 
 
 def _spread(questions: list[Question], count: int) -> list[Question]:
-    """At most ``count`` of the questions, at even distances: neighbours are alike in Spec-Bench."""
+    """At most ``count`` questions at even distances, because neighbours in Spec-Bench are alike."""
     count = min(count, len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Method:
-    """What drafts, with the engines of which directory, and its name in results.
-    ``speculation`` None: plain decoding."""
+    """A way to draft, with its engine directory and its name in results. A ``speculation`` of None
+    is plain decoding."""
 
     name: str
     directory: Path
@@ -108,7 +108,7 @@ class Method:
 
 
 def parse_method(text: str, default: Path) -> Method:
-    """What ``[DIR:]DRAFTER[,tree=NODES][,CONTROLLER]`` means, such as ``both,tree=1`` or
+    """Parse ``[DIR:]DRAFTER[,tree=NODES][,CONTROLLER]``, such as ``both,tree=1`` or
     ``plans/:exit,fixed:k=3``.
 
     Raises:
@@ -136,8 +136,8 @@ Turns = list[tuple[Generation, bytes]]
 
 
 class Questioning:
-    """The questions, asked of one engine directory, and of others of the same model, with the
-    command's options."""
+    """Asks the questions of one engine directory, and of other directories of the same model, with
+    the command's options."""
 
     def __init__(self, directory: Path, kernels: str, options: dict[str, Any]) -> None:
         self.name = f"{directory.resolve().name} {kernels}".strip()
@@ -168,9 +168,9 @@ class Questioning:
     def ask(
         self, questions: Sequence[Question], result: Result, fewer: set[int], first: bool
     ) -> Iterator[None]:
-        """Ask the questions that ``result`` has no answers to: those in ``fewer`` with all
-        samplings, the others only with the first one if these are the ``first`` kernels. Yields
-        after each."""
+        """Ask the questions that ``result`` has no answers to: questions in ``fewer`` with all
+        samplings, other questions with the first sampling, and only if these are the ``first``
+        kernels. Yields after each question."""
         for directory, bench in self.benches.items():
             result.engines.setdefault(directory.resolve().name, bench.describe())
         self._warm_up(questions[0])
@@ -182,7 +182,7 @@ class Questioning:
             yield
 
     def fits(self, question: Question) -> bool:
-        """Whether all turns leave room for answers, which may have all their tokens."""
+        """Whether all turns leave room for answers of the full length."""
         messages: list[Message] = []
         for turn in question.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
@@ -192,8 +192,7 @@ class Questioning:
         return bool(tokens <= self.bench.manifest.max_seq_len)
 
     def _encode(self, messages: list[Message]) -> list[int]:
-        """Tokens of a conversation; where there is no chat template, of its texts one after
-        another."""
+        """Tokens of a conversation; without a chat template, of its concatenated texts."""
         llm = self.bench.llm
         return llm.encode(
             messages
@@ -202,8 +201,8 @@ class Questioning:
         )
 
     def _make_llms(self, sampling: str) -> dict[str, tuple[Bench, LLM | None]]:
-        """A bench and an LLM for each method, whose controllers learn from question to question as
-        in a service; None: plain decoding. Each ``sampling`` has its own."""
+        """A bench and an LLM for each method; None for plain decoding. Controllers learn from
+        question to question, as in a service. Each ``sampling`` has separate LLMs."""
         benches = [
             (of, self.benches.get(of.directory) or self._open(of.directory)) for of in self._methods
         ]
@@ -219,8 +218,8 @@ class Questioning:
             bench.generate(tokens, Sampling(), llm, WARM_UP_TOKENS, ignore_eos=False)
 
     def _answers(self, question: Question, sampling: str, number: int) -> list[Answer]:
-        """All turns with every method. The conversation goes on with the plain answers, so that all
-        do the same work."""
+        """All turns with every method. The conversation continues with the plain answers, so that
+        all methods do the same work."""
         llms = self._llms(sampling)
         messages = list[Message]()
         turns: dict[str, Turns] = {name: [] for name in llms}
@@ -240,7 +239,7 @@ class Questioning:
     def _generate(
         self, bench: Bench, llm: LLM | None, tokens: list[int], sampling: Sampling
     ) -> tuple[Generation, bytes]:
-        """An answer, and where bits are compared the logits that chose its tokens."""
+        """An answer and, if bits are compared, the logits that chose its tokens."""
         rows: list[bytes] = []
         if self._options.get("bits"):
             bench, bench.llm, llm = copy(bench), copy(bench.llm), llm and copy(llm)

@@ -1,5 +1,5 @@
-"""What Spec-Bench's questions took, the file that holds it, and the table: speed-up and mean
-accepted tokens by category."""
+"""The results of Spec-Bench's questions: their file, and their table of speed-up and mean accepted
+tokens by category."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from eesd.common.markdown import table
 
 PLAIN = "plain"
 _RAG = "rag"
-"""A category of Spec-Bench alone."""
+"""A category that only Spec-Bench has."""
 PUBLISHED = (
     ("SAMD[EAGLE-2]", "Vicuna-7B, RTX 3090", "2.38x", "4.61"),
     ("EAGLE-2", "Vicuna-7B, RTX 3090", "2.19x", "4.35"),
@@ -23,7 +23,7 @@ PUBLISHED = (
     ("Lookahead", "Vicuna-7B, RTX 3090", "1.13x", ""),
     ("EAGLE-3", "Vicuna-13B, A100", "3.02x", "5.71"),
 )
-"""Of Spec-Bench's leaderboard: system, model and device, speed-up, mean accepted tokens."""
+"""Rows of Spec-Bench's leaderboard: system, model and device, speed-up, mean accepted tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Answer:
     """All turns of one question, answered in one configuration.
 
     Attributes:
-        engine: Name of the engine directory that decodes plainly, and of the kernels if they were
-            chosen.
+        engine: Name of the engine directory that decodes plainly, with the name of the kernels if
+            they were chosen.
         sampling: ``greedy``, ``coupled`` (temperature 0.7) or ``coupled-1``.
         method: Drafter and its options; ``plain`` without drafting.
         question: Number of the question.
         tokens: Tokens generated.
         rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
         prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
-        text_tokens: Accepted tokens that the text proposed, and not the exit head.
+        text_tokens: Accepted tokens that the text proposed, not the exit head.
         equal: Whether all tokens are those of plain decoding.
-        accepted, judged: Draft tokens; judged are those before which all were accepted. Older
-            results lack them.
+        accepted, judged: Draft tokens. A token is judged if all tokens before it were accepted.
+            Older results lack these.
         pauses: Times that the guard paused drafting.
-        bits: Whether all logits are those of plain decoding, bit for bit; None: not compared.
+        bits: Whether all logits are those of plain decoding, bit for bit; None if not compared.
     """
 
     engine: str
@@ -71,9 +71,9 @@ class Result(Saved):
         options: Measurements that were made.
         engines: Description of each engine directory by name.
         categories: Category of each question by its number.
-        skipped: How many questions leave no room for an answer.
-        machine: Where it was measured.
-        answers: Those of one question, engine and sampling are saved together.
+        skipped: Number of questions that leave no room for an answer.
+        machine: Description of the machine.
+        answers: All answers. Those to one question by one engine and sampling are saved together.
         complete: Whether every question was answered.
         kind, schema: Kind and version of the file format.
     """
@@ -98,14 +98,14 @@ class Result(Saved):
         return COST_MODELS[name] if name else None
 
     def has(self, engine: str, sampling: str, question: int) -> bool:
-        """Whether a question is answered already."""
+        """Whether a question is already answered."""
         return any(
             (a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers
         )
 
 
 Pairs = Sequence[tuple[Answer, Answer]]
-"""Each plain answer with the drafted one to the same question."""
+"""Each plain answer with the drafted answer to the same question."""
 
 
 def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
@@ -166,7 +166,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
 
 
 def _explained(result: Result) -> list[str]:
-    """The source of the seconds and the meaning of other columns: paragraphs."""
+    """Paragraphs on the source of the seconds and the meaning of other columns."""
     if result.costs:
         return [
             "Seconds are counted, not measured: the runtime's clock adds the price of each "
@@ -236,7 +236,7 @@ MEASURED = {
     "pauses": lambda pairs: str(sum(own.pauses for _, own in pairs)),
     "bits": lambda pairs: f"{sum(own.bits is True for _, own in pairs)} of {len(pairs)}",
 }
-"""Columns where bits were compared."""
+"""Columns if bits were compared."""
 
 
 def _cell(pairs: Pairs) -> str:

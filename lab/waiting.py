@@ -1,11 +1,11 @@
-"""Time to the first token of short and long prompts that wait for one batch: this checkout against
-another one.
+"""Time to the first token of short and long prompts that wait for one batch, in this checkout and
+another.
 
     python -m lab.waiting --engine-dir plans/ --against OTHER/src
 
 Sixteen clients take requests from one list. Both checkouts run the same list, in turn, each time in
-a process of its own with one thread, and must give the same tokens. Times are the processor's, so
-other work on the machine changes them little.
+a new process with one thread, and must give the same tokens. Times are processor times, so other
+work on the machine changes them little.
 """
 
 import json
@@ -23,15 +23,15 @@ import click
 import numpy as np
 
 KINDS = {"short": (16, 64), "middle": (200, 300), "long": (1000, 1400)}
-"""Tokens of prompts, from and to."""
+"""Range of the tokens of a prompt, by kind."""
 SHARES = (0.6, 0.2, 0.2)
 NEW = (16, 64)
-"""New tokens, from and to."""
+"""Range of the new tokens of a request."""
 CLIENTS = 16
 
 
 def requests(count: int, tokens: Sequence[int], seed: int) -> list[tuple[str, list[int], int]]:
-    """Kind, prompt and new tokens of each request. Prompts are cut out of one text."""
+    """Kind, prompt and number of new tokens of each request. Prompts are cut out of one text."""
     random = np.random.default_rng(seed)
     found = []
     for kind in random.choice([*KINDS], count, p=SHARES):
@@ -42,8 +42,8 @@ def requests(count: int, tokens: Sequence[int], seed: int) -> list[tuple[str, li
 
 
 def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
-    """Run the list, and return the times to first tokens by kind, the time of all, and the tokens
-    of each request."""
+    """Run the list. Returns the times to first tokens by kind, the total time, and the tokens of
+    each request."""
     import eesd
     from eesd.runtime.batch.scheduler import BatchOptions
     from eesd.runtime.request import Request
@@ -88,7 +88,7 @@ def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def run(source: str, *arguments: object) -> dict[str, Any]:
-    """:func:`work` in a process with the packages of another checkout."""
+    """Run :func:`work` in a process with the packages of another checkout."""
     command = [sys.executable, __file__, "--worker", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": source}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
@@ -97,7 +97,7 @@ def run(source: str, *arguments: object) -> dict[str, Any]:
 
 
 def shown(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Quantiles over all runs, and the median of the tokens a second."""
+    """Quantiles over all runs, and the median tokens per second."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         waits = [wait for one in runs for wait in one["waits"][kind]]

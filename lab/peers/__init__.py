@@ -1,2 +1,2 @@
-"""EESD side by side with other runtimes: convert a checkpoint for each, run them in turn in
-processes of their own, report."""
+"""EESD side by side with other runtimes: convert a checkpoint for each, run each in turn in a
+separate process, report."""

@@ -1,8 +1,8 @@
-"""Many requests at once: throughput and latency of batches by concurrency, EESD and other
+"""Many requests at once: throughput and latency of batches by concurrency, for EESD and other
 runtimes that batch.
 
-Each contestant is a process of its own and waits while another runs. For each concurrency, so many
-clients ask for one text after another; all contestants in turn, then again.
+Each contestant is a separate process, and waits while another runs. For each concurrency, that many
+clients request one text after another. All contestants take turns, and then repeat.
 """
 
 import statistics
@@ -26,24 +26,24 @@ BATCH_WORKERS = {
     LLAMA_CPP: "llama_cpp_peer.py",
     "OpenVINO": "openvino_peer.py",
 }
-"""Runtimes that batch. llama.cpp's server is the one that the package xllamacpp carries."""
+"""Runtimes that batch. llama.cpp's server comes from the package xllamacpp."""
 MODES = ("automatic", "always", "never")
-"""When EESD's batch drafts."""
+"""Modes of EESD's batch, by when it drafts."""
 ROWS = 16
-"""Requests that a contestant runs at the same time at most."""
+"""Maximum number of requests that a contestant runs at the same time."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of a measurement.
 
     Attributes:
-        concurrency: Clients, in turn.
-        new_tokens, shortest: Tokens of the longest and of the shortest text; others lie between.
-        prompt_tokens: Most tokens of a prompt.
+        concurrency: Numbers of clients, in order.
+        new_tokens, shortest: Tokens of the longest and of the shortest text.
+        prompt_tokens: Maximum number of tokens of a prompt.
         rounds: Repetitions.
-        levels: Levels that EESD drafts where it always drafts.
-        threads: CPU threads of each.
+        levels: Levels that EESD drafts in the mode ``always``.
+        threads: CPU threads of each contestant.
     """
 
     concurrency: tuple[int, ...]
@@ -77,7 +77,7 @@ def measure(
     content of the JSON file.
 
     Args:
-        contestants: Those that read the GGUF file.
+        contestants: The contestants that read the GGUF file.
         prompts: Token ids.
         options: Measurements to make.
         pythons: Interpreter by peer.
@@ -114,7 +114,7 @@ def measure(
                     path=one.path,
                     options={**settings, "mode": mode, "variant": one.variant},
                 )
-                # Memory that a process touches first costs time: each has touched what it needs
+                # First use of memory costs time. So each process has used the memory that it needs
                 # before anything is measured.
                 process.ask(
                     "serve",
@@ -155,14 +155,14 @@ def measure(
 
 
 def is_batches(raw: Any) -> bool:
-    """Whether a JSON value is what :func:`measure` gave."""
+    """Whether a JSON value is a result of :func:`measure`."""
     return isinstance(raw, dict) and raw.get("kind") == KIND
 
 
 def choose_prompts(
     engine_dir: Path, tasks: Sequence[str], count: int, most: int
 ) -> list[list[int]]:
-    """Token ids of prompts, spread evenly over the tasks; as chats where the model has a
+    """Token ids of prompts, spread evenly over the tasks; as chats if the model has a chat
     template."""
     llm = load(engine_dir, "ort", speculation=None)
     texts = [task.text for task in load_tasks(tasks)]
@@ -179,7 +179,7 @@ def _rate(found: dict[str, Any]) -> float:
 
 
 def _summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the repetitions of the rate; percentiles of latencies over all requests."""
+    """Median rate over the repetitions, and percentiles of latencies over all requests."""
     requests = [request for one in found for request in one["requests"]]
     first = sorted(request["times"][0] for request in requests)
     between = sorted(
@@ -200,8 +200,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str, float]:
-    """By contestant, the share of texts that equal those of EESD's plain decoding with one
-    client."""
+    """Share of texts that equal those of EESD's plain decoding with one client, by contestant."""
     never = samples.get(f"{EESD}, {MODES[2]}")
     if never is None:
         return {}
@@ -221,8 +220,8 @@ def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str,
 
 
 def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
-    """Lines: tokens a second, and times to the first token and between tokens, by contestant and
-    number of clients."""
+    """Lines on tokens per second, time to the first token and time between tokens, by contestant
+    and number of clients."""
     by = results["results"]
     options = results["options"]
     counts = list(next(iter(by.values())))

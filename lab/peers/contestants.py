@@ -10,8 +10,8 @@ from eesd.common.errors import EESDError
 GGUF = "gguf"
 F32 = "F32"
 VARIANTS = (GGUF, F32)
-"""Forms of a model: the file that was given, or its values in float32. EESD alone has the second
-one: it judges the others' distributions."""
+"""Forms of a model: the given file, or its values in float32. Only EESD has the float32 form, the
+reference for all distributions."""
 EESD = "EESD"
 LLAMA_CPP = "llama.cpp"
 IK_LLAMA_CPP = "ik_llama.cpp"
@@ -23,9 +23,9 @@ class Peer:
     """A runtime.
 
     Attributes:
-        worker: Its file in ``workers/``.
+        worker: The runtime's file in ``workers/``.
         modes: Ways to decode besides plainly.
-        samples: Whether it is measured with a temperature.
+        samples: Whether the runtime is also measured with a temperature.
     """
 
     worker: str
@@ -51,7 +51,7 @@ class Contestant:
         variant: One of :data:`VARIANTS`.
         mode: ``plain``, or a mode of the peer; for EESD also the name of CPU kernels, with which it
             decodes plainly.
-        path: What the worker loads.
+        path: File or directory that the worker loads.
     """
 
     peer: str
@@ -74,7 +74,7 @@ class Contestant:
 
     @property
     def samples(self) -> bool:
-        """Whether it is measured with a temperature."""
+        """Whether it is also measured with a temperature."""
         return PEERS[self.peer].samples
 
 

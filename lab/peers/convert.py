@@ -28,8 +28,8 @@ class Work:
     Attributes:
         model: The GGUF file.
         python: The interpreter that has the peers.
-        made: By variant (``EESD F32``): seconds of the conversion, bytes of the result.
-        skipped: By variant, why it was not made.
+        made: Seconds of the conversion and bytes of the result, by variant (``EESD F32``).
+        skipped: Reason for a missing variant, by variant.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Work:
 
 
 def variant_dir(directory: Path, peer: str, variant: str) -> Path:
-    """Where the work directory has a form of the model."""
+    """Path of a form of the model in the work directory."""
     return directory / f"{peer}-{variant}"
 
 
@@ -89,12 +89,12 @@ def convert(
     seconds: float,
     report: Callable[[str], None],
 ) -> None:
-    """Make every wanted variant that is not there, and keep the record.
+    """Make every wanted variant that is missing, and update the record.
 
     Args:
         work: The record, which is updated and saved.
         directory: The work directory.
-        options: Of ``eesd-export``.
+        options: Options of ``eesd-export``.
         wanted: Names of variants, in order.
         seconds: Longest time of one conversion.
         report: Called with a line for each variant.
@@ -124,7 +124,7 @@ def convert(
 
 
 def _convert(work: Work, output: Path, peer: str, variant: str, seconds: float) -> None:
-    # Files that are there come from a run that was stopped before it recorded them.
+    # Existing files come from a run that was stopped before it recorded them.
     made = directory_written_whole(output, lambda _: "")
     with (
         closing(Process(work.python, WORKERS / PEERS[peer].worker, 1, seconds)) as process,
@@ -134,8 +134,8 @@ def _convert(work: Work, output: Path, peer: str, variant: str, seconds: float) 
 
 
 def _export(work: Work, output: Path, variant: str, options: list[str], seconds: float) -> None:
-    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes
-    packed weights."""
+    """Export for EESD with the benchmark's own interpreter, and load the result once, because the
+    first load writes packed weights."""
     if variant == F32:
         options = ["--dtype", "float32", "--quantize", "none", "--exit-head", "none"]
     command = [

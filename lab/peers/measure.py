@@ -13,23 +13,22 @@ from lab.peers.quality import measure_quality, reference_of
 from lab.peers.results import Load, Prompt, Quality, Result, Run
 
 REST_SECONDS = 0.2
-"""Pause before each run: threads of the contestant before may still spin."""
+"""Pause before each run: threads of the previous contestant may still spin."""
 WARM_UP_TOKENS = 4
 COUNTED_SECONDS = 1.0
-"""Processor time from which the threads are counted; the system counts in hundredths of a
-second."""
+"""Least processor time for counting threads; the system counts in hundredths of a second."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of a comparison.
 
     Attributes:
         processes: Fresh processes of each contestant.
-        threads: CPU threads of each.
+        threads: CPU threads of each contestant.
         window: Tokens of a window of the held-out text.
         quality_file: Held-out text; None measures no quality.
-        quality_tokens: Most tokens of the held-out text.
+        quality_tokens: Maximum number of tokens of the held-out text.
     """
 
     processes: int
@@ -48,7 +47,7 @@ class Comparison:
         options: Measurements to make.
         pythons: Interpreter by peer.
         seconds: Longest time of one answer.
-        path: Where to save.
+        path: File of the result.
         report: Called with a line for each step.
     """
 
@@ -135,11 +134,11 @@ class Comparison:
                 self.result.save(self.path)
 
     def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
-        """Threads that computed since ``before``; None if too little was computed to tell, or where
-        the system does not say.
+        """Threads that computed since ``before``; None if too little was computed to count them, or
+        if the system does not report times.
 
         Raises:
-            PeerError: Their number differs from the one asked for.
+            PeerError: The number differs from the requested one.
         """
         if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
             return None
@@ -149,7 +148,7 @@ class Comparison:
         return found
 
     def _load(self, stack: ExitStack, contestant: Contestant, number: int) -> tuple[Process, Load]:
-        """Start a contestant, load it, and run it on prompts that no other prompt begins like."""
+        """Start a contestant, load it, and run it on prompts with unique beginnings."""
         process = stack.enter_context(self._started(contestant))
         seconds = self._ask_load(process, contestant)
         shortest = min(self.result.prompts, key=lambda prompt: len(prompt.tokens))
@@ -232,7 +231,7 @@ class Comparison:
         return float(process.ask("load", path=contestant.path, options=settings)["seconds"])
 
     def _replace_load(self, load: Load) -> None:
-        """Put in one load of a contestant and process. A resumed process keeps the larger peak of
+        """Replace the load of a contestant in a process. A resumed process keeps the larger peak of
         its two runs."""
         key = (load.contestant, load.process)
         self.result.loads = [
@@ -240,7 +239,7 @@ class Comparison:
         ] + [load]
 
     def _exclude(self, name: str, reason: str) -> None:
-        """Go on without a contestant whose measurements are worth nothing."""
+        """Go on without a contestant whose measurements are invalid."""
         self.result.runs = [run for run in self.result.runs if run.contestant != name]
         self.result.loads = [load for load in self.result.loads if load.contestant != name]
         self._skip(name, reason)
@@ -252,10 +251,10 @@ class Comparison:
 
 
 def takes(contestant: Contestant, prompt: Prompt) -> bool:
-    """Whether a contestant decodes a prompt: not all are measured with a temperature."""
+    """Whether a contestant decodes a prompt. Some are not measured with a temperature."""
     return contestant.samples or not prompt.temperature
 
 
 def interpreters(python: str, own: str) -> dict[str, str]:
-    """Interpreter by peer: EESD runs in the benchmark's own."""
+    """Interpreter by peer. EESD runs in the benchmark's own interpreter."""
     return {name: own if name == EESD else python for name in PEERS}

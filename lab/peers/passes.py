@@ -1,5 +1,5 @@
-"""Single passes side by side: one or several tokens after a filled cache, whole prompts, and the
-peaks of the same run."""
+"""Single passes side by side: one or several tokens after a filled cache, and whole prompts, with
+the machine's peaks from the same run."""
 
 import json
 import subprocess
@@ -22,16 +22,16 @@ from lab.peers.contestants import EESD, LLAMA_CPP, Contestant
 from lab.peers.process import Process
 
 TAKERS = (EESD, LLAMA_CPP)
-"""Peers that can be asked for a pass over several tokens."""
+"""Peers that can run a pass over several tokens."""
 PEAKS = Path(__file__).with_name("peaks.cpp")
 MEMORY = "memory"
-"""Stands for reading alone, which is measured in turn with the passes."""
+"""Name of plain memory reads, which are measured in turn with the passes."""
 READ_BYTES = 1 << 28
 TURN = 4
-"""Passes of a contestant in its turn, and reads; one more pass before them warms up."""
+"""Passes, or reads, in a contestant's turn. One more pass before them warms up."""
 PROMPT_TURNS = 3
 REST_SECONDS = 0.05
-"""Pause before a turn: threads of the contestant before may still spin."""
+"""Pause before a turn: threads of the previous contestant may still spin."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Pass:
         contestant: Its name, or :data:`MEMORY` for reading alone.
         threads: CPU threads.
         behind: Tokens in the cache.
-        rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last
-            of which has logits.
+        rows: Tokens of a pass, each with its logits. With an empty cache, the tokens of a prompt,
+            of which only the last has logits.
         seconds: Seconds of each pass.
         bytes: Weights, keys and values that a pass reads.
     """
@@ -64,9 +64,9 @@ class Passes(Saved):
         model: Name of the model.
         options: Measurements that were made.
         weights, products: The results of :func:`tensor_sizes`.
-        machine, packages: Where, and with what.
-        peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
-            a run.
+        machine, packages: Description of the machine, and versions of the peers.
+        peaks: Products of 8-bit integers per second, the maximum of a run, by number of threads and
+            kernels.
         passes: The measurements.
     """
 
@@ -106,8 +106,8 @@ def tensor_sizes(file: Path) -> tuple[int, int]:
 
 
 def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
-    """Those whose passes can be timed: EESD once for each of these kernels, or with the fastest
-    ones."""
+    """Contestants whose passes can be timed: EESD once for each of these kernels, or with the
+    fastest kernels."""
     able = [one for one in contestants if one.peer in TAKERS and one.is_plain]
     return [
         replace(one, mode=mode)
@@ -124,10 +124,10 @@ def measure(
     path: Path,
     report: Callable[[str], None],
 ) -> None:
-    """Measure the result of :func:`takers`, and save after each context.
+    """Measure the contestants from :func:`takers`, and save after each context.
 
-    ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and each
-    measurement is a line for ``report``.
+    ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and
+    ``report`` receives a line for each measurement.
     """
     slots = (
         max(*result.options["behind"], result.options["prompt"]) + max(result.options["rows"]) + 1
@@ -176,8 +176,8 @@ def _compiled(directory: Path) -> Path:
 
 
 def _read(program: Path, threads: int, most: dict[str, float]) -> list[float]:
-    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` gets the largest
-    product rates."""
+    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` receives the
+    largest product rates."""
     found = json.loads(
         subprocess.run([program, str(threads)], check=True, capture_output=True).stdout
     )
@@ -195,8 +195,8 @@ def _passes(
     options: Mapping[str, Any],
     read: Callable[[], list[float]],
 ) -> Iterator[Pass]:
-    """Measure the contestants: a prompt, then passes after each context. ``read`` gives
-    the seconds of reading."""
+    """Measure the contestants: a prompt, then passes after each context. ``read`` returns the
+    seconds of reads."""
 
     def prefill(name: str, start: int, stop: int) -> list[float]:
         tokens = [(7 * position) % 251 + 3 for position in range(start, stop)]
@@ -230,7 +230,7 @@ def _passes(
 def _in_turn(
     calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int
 ) -> dict[tuple[str, int], list[float]]:
-    """The seconds that calls give, in an order that rotates."""
+    """The seconds that the calls return. Their order rotates."""
     found: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for turn in range(turns):
         for key in rotated([*calls], turn):
@@ -240,7 +240,7 @@ def _in_turn(
 
 
 def markdown(result: Passes, level: str = "#") -> list[str]:
-    """Lines: a table for each number of threads, with its explanation."""
+    """Lines: an explanation, and a table for each number of threads."""
     by: dict[int, list[Pass]] = {}
     for one in result.passes:
         by.setdefault(one.threads, []).append(one)
@@ -297,8 +297,8 @@ def _table(found: Sequence[Pass]) -> list[str]:
 
 
 def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -> list[str]:
-    """A row for each contestant, with the share of each peak that the products with the layers'
-    matrices reach."""
+    """A row for each contestant, with the rate of products with the layers' matrices as a share of
+    each peak."""
     prompts = [one for one in found if not one.behind]
     rows = []
     for one in prompts:
@@ -319,7 +319,7 @@ def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -
 
 
 def _ratio(seconds: Sequence[float], first: Sequence[float]) -> str:
-    """Empty for the first one itself."""
+    """The ratio to the first contestant; empty for the first."""
     if seconds is first:
         return ""
     return bootstrap([one / other for one, other in zip(seconds, first, strict=True)]).shown()

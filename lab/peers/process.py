@@ -13,21 +13,21 @@ from eesd.common.errors import EESDError
 from lab.peers.contestants import WORKERS
 
 BUSY_SHARE = 0.25
-"""A thread computes that takes this share of the processor time of the busiest one. Others wait, or
-count tokens."""
+"""A thread counts as computing from this share of the busiest thread's processor time on. Other
+threads wait, or count tokens."""
 SHOWN = 300
 """Characters of a library's error that are shown."""
 
 
 class PeerError(EESDError):
-    """A peer is missing, failed, or gave no answer. The others go on."""
+    """A peer is missing, failed, or gave no answer. Other peers go on."""
 
 
 class Process:
     """One ``workers/serve.py``. Between requests it waits for its pipe."""
 
     def __init__(self, python: Path | str, worker: Path, threads: int, seconds: float) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             python: The interpreter that has the peer.
@@ -67,8 +67,8 @@ class Process:
         return f"{answer['package']} {answer['version']}"
 
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises :class:`PeerError` if there is none, or an
-        error."""
+        """Send a request and wait for the answer. Raises :class:`PeerError` for an error, or if no
+        answer comes."""
         assert self._process.stdin is not None and self._process.stdout is not None
         late = Timer(self.seconds, self._process.kill)
         late.start()
@@ -91,8 +91,8 @@ class Process:
         return answer
 
     def memory(self) -> dict[str, int]:
-        """Bytes: the largest resident size so far, and the anonymous part (not of files) now. Empty
-        where Linux is missing."""
+        """Bytes of the largest resident size so far, and of the current anonymous part (not of
+        files). Empty without Linux."""
         try:
             lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         except OSError:
@@ -106,7 +106,7 @@ class Process:
         }
 
     def thread_seconds(self) -> dict[str, float]:
-        """Processor time of each thread that lives, so far. Empty where Linux is missing."""
+        """Processor time so far of each living thread. Empty without Linux."""
         found = {}
         for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
             with suppress(OSError):  # the thread may have ended
@@ -115,7 +115,7 @@ class Process:
         return found
 
     def close(self) -> None:
-        """End it; by force after some seconds."""
+        """End the process; by force after some seconds."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -129,7 +129,7 @@ class Process:
         self._log.close()
 
     def _last_words(self) -> str:
-        """The last line that it printed, for a message."""
+        """The last line that the process printed, for a message."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
@@ -143,6 +143,6 @@ def one_line(text: str) -> str:
 
 
 def busy_threads(before: dict[str, float], now: dict[str, float]) -> int:
-    """How many threads computed between two answers of :meth:`Process.thread_seconds`."""
+    """The number of threads that computed between two results of :meth:`Process.thread_seconds`."""
     taken = [seconds - before.get(thread, 0.0) for thread, seconds in now.items()]
     return sum(seconds > BUSY_SHARE * max(taken) for seconds in taken)

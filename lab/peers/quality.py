@@ -1,5 +1,5 @@
-"""How close next-token distributions are to those in float32: KL divergence, and agreement of the
-most likely token."""
+"""Distance of next-token distributions from float32: KL divergence, and agreement of the most
+likely token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
-    """The contestant with float32 logits, EESD's. Raises :class:`EESDError` if it is not there."""
+    """EESD with float32 logits. Raises :class:`EESDError` if it is not among the contestants."""
     found = next((c for c in contestants if c.peer == EESD and c.variant == F32), None)
     if found is None:
         raise EESDError("The quality needs a float32 reference; convert EESD F32.")
@@ -57,8 +57,8 @@ def reference_of(contestants: list[Contestant]) -> Contestant:
 def _judged(
     name: str, process: Process, windows: list[list[int]], expected: list[Path], file: Path
 ) -> Quality:
-    """Compare one contestant with the reference, whose logits of each window are in files. ``file``
-    gets the contestant's logits."""
+    """Compare one contestant with the reference, whose logits of each window are in the files
+    ``expected``. ``file`` receives the contestant's logits."""
     divergence = 0.0
     same = 0
     for window, reference in zip(windows, expected, strict=True):
@@ -91,7 +91,7 @@ def measure_quality(
         reference: The contestant with float32 logits.
         windows: Held-out text.
         start: Starts a contestant.
-        done: Names that are judged already.
+        done: Names of contestants already judged.
         report: Called with each name, and its quality or the error.
     """
     waiting = [c for c in contestants if c.is_plain and c.name not in done]

@@ -1,5 +1,5 @@
-"""The result of a comparison: one JSON file with every run, saved after each round so that it can
-be resumed."""
+"""The result of a comparison: one JSON file with every run, saved after each round so that the
+comparison can be resumed."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,11 +12,11 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and how to continue it.
+    """A prompt and the options of its continuation.
 
     Attributes:
         id: Unique in a run.
-        kind: The column of the tables.
+        kind: Its column in the tables.
         tokens: Token ids.
         count: Tokens to generate.
         temperature: 0 decodes greedily.
@@ -37,11 +37,11 @@ class Load:
         contestant: Its name.
         process: Number of the process.
         seconds: Time to load, with the import of its libraries.
-        peak_bytes: Largest resident size, over loading and all prompts. None where the system does
-            not say.
-        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the
-            system does not say.
-        threads: Threads that computed. None where the system does not say.
+        peak_bytes: Largest resident size, over loading and all prompts. None if the system does not
+            report it.
+        anonymous_bytes: Anonymous part of the resident size after the last prompt. None if the
+            system does not report it.
+        threads: Number of threads that computed. None if the system does not report their times.
     """
 
     contestant: str
@@ -74,7 +74,8 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second after the first one; tokens that came with the first one count, too."""
+        """Tokens per second after the first token. Tokens that came with the first one count,
+        too."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
@@ -104,11 +105,11 @@ class Result(Saved):
         model: Name of the file.
         contestants: The contestants that ran.
         prompts: Prompts that were decoded.
-        machine: Where it was measured.
+        machine: Description of the machine.
         packages: Package and version by peer.
         sizes: Bytes on disk by peer and variant.
-        skipped: By contestant or variant, the reason for missing figures.
-        quality_reference: The contestant that is float32 for :attr:`qualities`.
+        skipped: Reason for missing figures, by contestant or variant.
+        quality_reference: The float32 contestant with which :attr:`qualities` compare.
         qualities, loads, runs: The measurements.
         complete: Whether everything was measured.
         schema: Version of the file format.

@@ -14,7 +14,7 @@ Rate = Callable[[Run], float]
 
 
 def markdown(result: Result, level: str = "#") -> list[str]:
-    """Lines: tables of speed, ratios, memory and quality, and the conditions. ``level`` begins the
+    """Lines: tables of speed, ratios, memory and quality, and the settings. ``level`` begins the
     heading."""
     members = [c for c in result.contestants if any(r.contestant == c.name for r in result.runs)]
     lines = [

@@ -9,7 +9,7 @@ from eesd.common.errors import EESDError
 from lab.peers.results import Prompt
 
 PROMPT_TOKENS = 8
-"""Tokens to generate after a long prompt, whose own time is what counts."""
+"""Tokens to generate after a long prompt. Only the time of the prompt itself counts."""
 
 
 def read_codec(engines: Iterable[Path]) -> Any:
@@ -24,7 +24,7 @@ def read_codec(engines: Iterable[Path]) -> Any:
 
 def encoded_texts(path: Path, codec: Any) -> list[tuple[str, list[int]]]:
     """Kind and token ids of each text of a file (:func:`~eesd.bench.measure.tasks.read_texts`).
-    Those of the kinds ``chat`` and ``summary`` are requests to an assistant, if the model has a
+    Texts of the kinds ``chat`` and ``summary`` become requests to an assistant, if the model has a
     chat template."""
     found = []
     for kind, parts in read_texts(path):
@@ -55,7 +55,7 @@ def choose_prompts(
         temperatures: 0 decodes greedily.
         new_tokens: Tokens to generate after a text.
         lengths: Tokens of the long prompts.
-        kinds: Kinds to use; all without any.
+        kinds: Kinds to use; empty for all.
 
     Raises:
         EESDError: There is not enough text.
@@ -88,11 +88,11 @@ def read_windows(path: Path, codec: Any, count: int, window: int) -> list[list[i
     Args:
         path: A text, or JSON lines.
         codec: The tokenizer.
-        count: Most tokens to use.
+        count: Maximum number of tokens to use.
         window: Tokens of a window.
 
     Raises:
-        EESDError: There is less than one window.
+        EESDError: The text is shorter than one window.
     """
     tokens = [token for _, parts in read_texts(path) for token in codec.encode(parts[0])][:count]
     if len(tokens) < window:

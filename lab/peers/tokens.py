@@ -1,7 +1,7 @@
-"""Greedy tokens of EESD and llama.cpp: equal, or the first difference with both margins.
+"""Compare greedy tokens of EESD and llama.cpp. At the first difference, show both margins.
 
-A margin is the logit of a runtime's token less that of the other's token. Where rounding decides,
-both are small.
+A margin is the logit of a runtime's own token minus that of the other runtime's token. If rounding
+decides, both are small.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,9 +5,9 @@
 
 The source is the standard library and the installed packages. The packages in ``HELD_OUT`` are kept
 for evaluation. ``--text`` adds the English text (Markdown, reStructuredText, plain text) of a
-directory; one of a hundred of its files is held out. A byte-level BPE tokenizer is trained on the
-others. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all documents in a
-row, each after ``<|endoftext|>``.
+directory; one in a hundred of its files is held out. A byte-level BPE tokenizer is trained on the
+rest. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all documents in a row,
+each after ``<|endoftext|>``.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 END = "<|endoftext|>"
 
-# Not trained on, wherever the name occurs in a path: pip and others contain copies of these
-# packages.
+# Held out wherever the name occurs in a path, because pip and other packages contain copies of
+# these.
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
 # Folders of tables, generated code and copies: a small model learns nothing about Python from them.
@@ -45,8 +45,8 @@ PACKAGE_LIMIT = 9_000_000
 
 TEXT_SUFFIXES = {".md", ".rst", ".txt"}
 
-# Word lists, Unicode tables and logs are plain text, but not English: it has this share of letters
-# and spaces.
+# Least share of letters and spaces in English. Word lists, Unicode tables and logs are plain text,
+# too, but have less.
 LETTERS = 0.8
 
 
@@ -94,7 +94,7 @@ def text_documents(root: Path) -> Iterator[tuple[str, bool, str]]:
         text = readable(path, longest_line=2000)
         if text is None or sum(c.isalpha() or c.isspace() for c in text) < LETTERS * len(text):
             continue
-        # Known by its content, so a copy of a file in another place is on the same side.
+        # The content decides, so that copies of a file are all held out or all trained on.
         held_out = hashlib.sha256(text.encode()).digest()[0] * 100 < 256
         yield f"{path.parent.name}/ (text)", held_out, text
 

@@ -42,7 +42,7 @@ def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A class from its first line to the end of one of its methods, not the last one."""
+    """A class from its first line to the end of one of its methods, except the last."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
@@ -105,7 +105,7 @@ def held_out_files() -> Iterator[tuple[str, str]]:
 @click.option("--per-task", default=16, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, per_task: int, seed: int) -> None:
-    """Choose prompts evenly from the packages; a package with too few gives all."""
+    """Choose prompts evenly from the packages; of a package with too few, take all."""
     rng = random.Random(seed)
     passages: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
     for package, text in held_out_files():
@@ -138,7 +138,7 @@ def main(output: Path, per_task: int, seed: int) -> None:
 def choose(
     by_package: dict[str, list[str]], count: int, rng: random.Random
 ) -> list[tuple[str, str]]:
-    """Take ``count`` passages: one of each package in turn, without repetition."""
+    """Take ``count`` passages, one from each package in turn, without repetition."""
     remaining = {
         package: rng.sample(passages, len(passages))
         for package, passages in sorted(by_package.items())

@@ -6,10 +6,10 @@ Uses Muon for the blocks' matrices, AdamW for embeddings and norms, and bf16 aut
 Hugging Face directory in bfloat16, and ``training.json`` with the validation losses. ``--float32``
 also writes the weights as trained, to ``<output>-float32``.
 
-Every five minutes the directories are written as the model is then. What the training needs to go
-on is written to ``<output>-checkpoint.pt``, and ``--resume`` continues from there. With another
-number of ``--steps`` it follows the schedule of that number, so a run that turns out slow can end
-sooner, and still with a falling learning rate.
+Every five minutes the directories are written with the current model, and the state of the training
+to ``<output>-checkpoint.pt``. ``--resume`` continues from there. With another number of ``--steps``
+it follows that number's schedule, so a run that turns out slow can end sooner, and still with a
+falling learning rate.
 
 With ``--early-exit`` the model learns to exit early through its own norm and LM head, by the recipe
 of LayerSkip (arXiv 2404.16710): layers are dropped, later ones more often, and every few layers
@@ -68,9 +68,9 @@ class EarlyExits:
     """Layer dropout and early-exit losses of a model in training.
 
     Layer l of L is dropped for a text with the probability ``dropout * (2 ** (l / (L - 1)) - 1)``.
-    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``, that of the last
-    one the sum before it and L - 1 more. Of every ``rotation`` layers one has a loss in a step, in
-    turn. Weights are divided by their sum.
+    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``; the last layer's
+    has the weight of the exit before it plus L - 1. In each step, one of every ``rotation`` layers
+    has a loss, in turn. Weights are divided by their sum.
     """
 
     def __init__(self, model: PreTrainedModel, scale: float, dropout: float, rotation: int) -> None:
@@ -156,8 +156,8 @@ def make_optimizers(
 def make_model(
     family: str, vocab_size: int, hidden: int, intermediate: int, layers: int
 ) -> PreTrainedModel:
-    """Return a model with fresh weights and heads of 64, two for each KV head. The layers' outputs
-    begin small."""
+    """Return a model with fresh weights and heads of size 64, two for each KV head. The layers'
+    outputs begin small."""
     config = FAMILIES[family](
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -191,8 +191,8 @@ def save(
     dtype: torch.dtype,
     training: dict[str, object],
 ) -> None:
-    """Write the Hugging Face directory ``output`` with weights of ``dtype``, in place of an earlier
-    one."""
+    """Write the Hugging Face directory ``output`` with weights of ``dtype``. Replaces an earlier
+    directory."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(data / "tokenizer.json"),
         bos_token="<|endoftext|>",
@@ -354,7 +354,7 @@ def main(
     long = False
     for _ in range(accumulate * short_steps):
         next(rows)  # seen before the checkpoint
-    # Compiles before the clock starts.
+    # Compile before the clock starts.
     loss_of(model, next(batches(train, length, micro, seed))).backward()
     model.zero_grad()
     start = saved = time.monotonic()

@@ -1,11 +1,11 @@
-"""Gather the prompts on which the head is trained, from checkouts of public repositories, without
-any question of a test.
+"""Gather prompts for training the head from checkouts of public repositories, without questions of
+the tests.
 
     python -m lab.smollm2.prompts CHECKOUTS -o prompts.jsonl --without spec_bench.jsonl [FILE ...]
 
-CHECKOUTS has a directory for each repository of ``SOURCES``, named as the repository is
-(``git clone URL CHECKOUTS/NAME``). The result has one conversation a line, in an order that its
-seed fixes, and the kind of each.
+CHECKOUTS has a directory for each repository of ``SOURCES``, named like the repository
+(``git clone URL CHECKOUTS/NAME``). The result has one conversation a line, with its kind, in an
+order that the seed fixes.
 """
 
 import argparse
@@ -33,11 +33,11 @@ SOURCES = {
     ),
 }
 GRAM = 13
-"""Words in a row that a prompt must not have in common with a test."""
+"""Number of consecutive words that a prompt must not have in common with a test."""
 PER_KIND = 350
-"""Prompts of each kind of T0's tasks, unless all are asked for."""
+"""Prompts of each kind of T0's tasks, unless all are wanted."""
 HELD_OUT = 256
-"""Prompts of T0 that nothing is trained on."""
+"""Number of prompts of T0 that no training uses."""
 MORE = {
     "cnn": 900,
     "samsum": 900,
@@ -48,7 +48,7 @@ MORE = {
     "duorc": 700,
     "multi": 600,
 }
-"""Kinds that have more."""
+"""Kinds with more prompts."""
 CHOICES = 2000
 DIALOGUES = 2500
 AGAIN = 2500
@@ -97,7 +97,7 @@ class T0:
 
     Attributes:
         asked: The prompts that the model answers, and the kind of each.
-        held_out: The prompts that nothing is trained on, and the kind of each.
+        held_out: The prompts that no training uses, and the kind of each.
         read: The other prompts, and the answer of each.
     """
 
@@ -172,8 +172,8 @@ def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
 
 
 def dialogues(checkout: Path) -> list[list[str]]:
-    """What user and assistant say in turn, in random order. The first ``DIALOGUES`` are prompts,
-    the others are read."""
+    """Dialogues in random order: the turns of user and assistant. The first ``DIALOGUES`` are
+    prompts, the rest are read."""
     found = []
     for path in sorted((checkout / "train").glob("dialogues_*.json")):
         for dialogue in json.loads(path.read_text("utf-8")):
@@ -241,7 +241,7 @@ def write(
     tests: set[tuple[str, ...]],
     seed: int,
 ) -> None:
-    """Write the prompts without doubles and tests as JSON lines, in random order."""
+    """Write the prompts as JSON lines in random order, without duplicates and tests."""
     kept: dict[tuple[str, ...], str] = {}
     counts: Counter[str] = Counter()
     for kind, turns in found:

@@ -1,5 +1,5 @@
-"""Gather text that the model reads, from Debian packages and checkouts of public repositories,
-without any question of a test.
+"""Gather text for the model to read from Debian packages and checkouts of public repositories,
+without questions of the tests.
 
     python -m lab.smollm2.texts PACKAGES CHECKOUTS -o texts/ [--asked asked.jsonl] [--every] \\
         [--part 2] [--times 3] --without TEST.jsonl ...
@@ -7,8 +7,8 @@ without any question of a test.
 PACKAGES has a directory for each package of ``SOURCES``
 (``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``), CHECKOUTS one for each repository
 of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages, every second
-of those in words as an answer in a chat, and conversations with the answers that people or other
-models gave. ``--asked`` writes prompts, too: about passages, and about words of dictionaries.
+passage of prose as an answer in a chat, and conversations with the answers of people or other
+models. ``--asked`` also writes prompts about passages and about words of dictionaries.
 """
 
 import argparse
@@ -108,7 +108,7 @@ SOURCES = {
         ("openjdk-17-source", "**/src.zip"),
     ],
 }
-"""Packages (main of Debian 12) and the files of each that are read, by kind."""
+"""Packages (main of Debian 12) and patterns of the files to read, by kind."""
 CHARACTERS = {
     **{
         "essays": 5_200_000,
@@ -119,7 +119,7 @@ CHARACTERS = {
     },
     **{"languages": 2_000_000, "code": 7_000_000, "answered": 25_000_000},
 }
-"""Of each kind of text."""
+"""Characters of each kind of text."""
 ASKED_ABOUT = {
     "guide": (
         *(
@@ -192,7 +192,7 @@ TOPICS = (
 )
 PASSAGE = 2400
 LEAST = 400
-"""Characters of a passage, at most and more than."""
+"""Largest and smallest number of characters of a passage."""
 ASKED = (
     "Continue this text.\n\n{}",
     "What comes next?\n\n{}",
@@ -220,7 +220,7 @@ SKIPPED = {"script", "style", "nav", "head", "footer", "info"}
 
 
 class Words(HTMLParser):
-    """The words of a page: its blocks as lines, and nothing of its navigation."""
+    """The words of a page: its blocks as lines, without the navigation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,8 +319,8 @@ def passages(text: str) -> Iterator[str]:
 
 
 def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str]]:
-    """Passages of each package of a kind, in random order: of all its files, or of some that have
-    enough for ``characters``."""
+    """Passages of each package of a kind, in random order, from all its files or from enough of
+    them for ``characters``."""
     for name, pattern in SOURCES[kind]:
         paths = [path for path in sorted((packages / name).glob(pattern)) if path.is_file()]
         random.Random(name).shuffle(paths)
@@ -337,7 +337,7 @@ def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str
 
 
 def line(piece: str, rng: random.Random) -> dict[str, Any]:
-    """A passage as a chat, in which the assistant continues what the user began."""
+    """A passage as a chat: the user gives its beginning, and the assistant continues it."""
     cut = piece.find(" ", len(piece) // 4)
     return chat(rng.choice(ASKED).format(piece[:cut]), piece[cut:].strip())
 
@@ -352,10 +352,10 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
-    """Conversations with the answers that came with them, of each source.
+    """Conversations with the answers of their source, for each source.
 
-    The model itself answers the questions of GPTeacher and of grade-school-math, too; of the others
-    it reads what is no prompt.
+    The model also answers the questions of GPTeacher and grade-school-math itself. From the other
+    sources, these are the conversations that are not prompts.
     """
     for path in sorted((checkouts / "GPTeacher").glob("*/*instruct.json")):
         yield [chat(*pair) for pair in instructions(path)]
@@ -379,7 +379,8 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
 def taken(
     sources: list[list[Any]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]
 ) -> list[Any]:
-    """Equal parts of the sources, or the whole of smaller ones: ``characters`` in all."""
+    """Take ``characters`` in all, in equal parts from the sources; smaller sources are taken
+    whole."""
     lines = []
     for number, source in enumerate(sources := sorted(sources, key=len)):
         share = characters // (len(sources) - number)
@@ -405,8 +406,8 @@ def taken(
 def asked(
     pools: dict[str, list[str]], packages: Path, times: int, rng: random.Random
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and text of prompts about passages, and about words of dictionaries: ``times`` as many
-    as ``MOST_ASKED`` says."""
+    """Kind and text of prompts about passages and about words of dictionaries, ``times`` the
+    numbers of ``MOST_ASKED``."""
     most = {kind: times * count for kind, count in MOST_ASKED.items()}
     for kind, forms in ASKED_ABOUT.items():
         for piece in rng.sample(pools[kind], min(most[kind], len(pools[kind]))):

@@ -13,8 +13,8 @@ PACKAGE = "eesd"
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """The option ``rows`` makes a batch of that many requests. It drafts by its mode:
-    ``automatic``, ``always``, ``never``."""
+    """The option ``rows`` makes a batch of that many requests. Its mode determines when it drafts:
+    ``automatic``, ``always`` or ``never``."""
     import eesd
     from eesd.runtime.llm import Speculation
 
@@ -34,7 +34,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
         from lab.exactness import open_with
 
         return Contestant(open_with(Path(path), "ort", mode, threads, "int8"))
-    # Prompts are repeated, and what an earlier run of one said must not be copied.
+    # Prompts are repeated, and text from an earlier run of a prompt must not be copied.
     speculation = Speculation() if mode == "drafting" else None
     return Contestant(
         eesd.load(path, threads=threads, generation_config="none", speculation=speculation)
@@ -60,7 +60,7 @@ class Contestant:
             return session.tokens[len(prompt) :], seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the
+        """Fill the cache from a position on, with the logits of the last token. Returns the
         seconds."""
         from eesd.runtime.engines.base import Call
 
@@ -96,7 +96,7 @@ class Contestant:
         return int(self.cache.slot_bytes) * read // int(manifest.num_caches)
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        """By the verify engine, in the chunks of a prefill."""
+        """Logits of the verify engine, in the chunks of a prefill."""
         from eesd.runtime.engines.base import Call
 
         verify = self.llm.engines.verify

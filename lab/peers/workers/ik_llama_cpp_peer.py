@@ -1,5 +1,5 @@
-"""ik_llama.cpp, by the C functions of the package ik-llama-cpp-python: plain, or plain from weights
-that it repacks when it loads them (``rtr``). The package has no drafts."""
+"""ik_llama.cpp, through the C functions of the package ik-llama-cpp-python: plain, or plain with
+weights repacked at load (``rtr``). The package cannot draft."""
 
 import time
 from pathlib import Path
@@ -66,7 +66,7 @@ class Contestant:
         return np.ctypeslib.as_array(row, (self.vocab,))
 
     def _decode(self, tokens: list[int], start: int, every: bool) -> None:
-        """Compute tokens from a position on, with the logits of every one or of the last."""
+        """Compute tokens from a position on, with the logits of every token or of the last."""
         batch = self.lib.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):

@@ -1,5 +1,5 @@
-"""llama.cpp, as the package xllamacpp carries it: plain decoding by calls of its C functions, and
-drafts by n-grams of the text (``ngram``) by its server."""
+"""llama.cpp from the package xllamacpp: plain decoding through its C functions, and drafts from
+n-grams of the text (``ngram``) through its server."""
 
 import ctypes
 import json
@@ -14,15 +14,15 @@ PACKAGE = "xllamacpp"
 FILE = "model.gguf"
 NGRAM = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
 NGRAM_SIZES = {"size_n": 4, "size_m": 8}
-"""Tokens that must repeat, and most drafted tokens. With the server's defaults, 12 and 48, texts of
-less than a hundred tokens are hardly ever drafted."""
+"""Tokens that must repeat, and maximum number of drafted tokens. With the server's defaults, 12 and
+48, texts of less than a hundred tokens are hardly ever drafted."""
 CONTEXT = (512, 2048, 512, 1, 0, 0, 1, 4, 4)
 """The first values of llama_context_default_params(): n_ctx, n_batch, n_ubatch, n_seq_max, three
 others, n_threads, n_threads_batch."""
 
 
 class Struct(ctypes.Structure):
-    """Parameters of llama.cpp, which fit in it. They are passed as they were received."""
+    """Room for parameters of llama.cpp. They are passed back as they were received."""
 
     _fields_ = [("values", ctypes.c_int32 * 256)]
 
@@ -179,7 +179,7 @@ class Plain:
         return chain
 
     def _decode(self, tokens: list[int], start: int, every: bool) -> None:
-        """Compute tokens from a position on, with the logits of every one or of the last."""
+        """Compute tokens from a position on, with the logits of every token or of the last."""
         batch = self.lib.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
@@ -234,7 +234,7 @@ class Server:
 
         def on_chunk(chunk: str) -> bool:
             found = json.loads(chunk)["__verbose"]
-            # The ids of tokens that are only a part of a character never come.
+            # Ids of tokens that are only a part of a character are never reported.
             held = [-1] * (found["tokens_predicted"] - len(tokens) - len(found["tokens"]))
             new = [*held, *found["tokens"]]
             tokens.extend(new)
@@ -255,12 +255,12 @@ class Server:
             return list(pool.map(ask, prompts, counts))
 
     def logits(self, tokens: list[int]) -> None:
-        """None: they are those of plain decoding."""
+        """Returns None: logits are those of plain decoding."""
 
 
 def _drop(level: int, text: bytes, data: int) -> None:
-    """Drop a line of llama.cpp's long log."""
+    """Discard a line of llama.cpp's long log."""
 
 
 SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_drop)
-"""llama.cpp calls it as long as the process lives."""
+"""Callback for llama.cpp's log, kept for the life of the process."""

@@ -1,6 +1,6 @@
 """OpenVINO GenAI with its own reader of GGUF files: plain, with prompt lookup, or in batches.
 
-It gets no hints, so OpenVINO chooses the precision of activations and KV cache.
+No hints are set, so OpenVINO chooses the precision of activations and KV cache.
 """
 
 import time
@@ -10,12 +10,12 @@ from typing import Any
 PACKAGE = "openvino-genai"
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
-"""Of the example in its documentation."""
+"""The value of the example in OpenVINO's documentation."""
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file, so that
-    later loads need not."""
+    """Let OpenVINO GenAI read a GGUF file, and save the model that it writes beside the file, so
+    that later loads are quick."""
     import openvino_genai as genai
 
     link = Path(output) / "model.gguf"
@@ -62,7 +62,7 @@ class Contestant:
         seconds: list[float] = []
 
         class Stamps(genai.StreamerBase):  # type: ignore[misc]
-            """Notes when tokens come."""
+            """Records the time of each token."""
 
             def write(self, tokens: Any) -> Any:
                 new = len(tokens) if isinstance(tokens, list) else 1
@@ -70,7 +70,7 @@ class Contestant:
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
-                """Nothing is held back."""
+                """Do nothing: no token is held back."""
 
         config = genai.GenerationConfig()
         config.max_new_tokens = count
@@ -91,7 +91,7 @@ class Contestant:
         return list(out.tokens[0])[:count], seconds[:count]
 
     def logits(self, tokens: list[int]) -> Any:
-        """By the model without the pipeline, in one pass: the pipeline gives no logits."""
+        """Logits of the model without the pipeline, which gives none, in one pass."""
         import numpy as np
         import openvino as ov
 

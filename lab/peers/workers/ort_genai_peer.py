@@ -1,8 +1,9 @@
-"""onnxruntime-genai, with models of its own builder; plain, or with n-gram lookup. It does not read
+"""onnxruntime-genai, with models from its builder: plain, or with n-gram lookup. It does not read
 quantized GGUF files.
 
-The nearest form: transformers dequantizes it, and the builder quantizes again in blocks of 32, to 4
-bits if most weights of the file have about 4, with zero points if they have minimums.
+The nearest form is used: transformers dequantizes the file, and the builder quantizes it again in
+blocks of 32, to 4 bits if most weights of the file have about 4, with zero points if they have
+minimums.
 """
 
 import json
@@ -15,13 +16,13 @@ from typing import Any
 
 PACKAGE = "onnxruntime-genai"
 LOOKUP_NGRAM = 3
-"""Its longest drafts are left as they are: 4 tokens."""
+"""The limit of drafts stays at its default, 4 tokens."""
 MOST_BITS_OF_INT4 = 6.0
 INT8 = ["block_size=32"]
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """By its model builder, from the values of a GGUF file."""
+    """Run the runtime's model builder on the values of a GGUF file."""
     with tempfile.TemporaryDirectory() as cache:
         precision, extra = nearest(model)
         source = dequantized(Path(model), Path(cache) / "checkpoint")
@@ -44,8 +45,8 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def nearest(model: str) -> tuple[str, list[str]]:
-    """The builder's precision and options that come nearest to a GGUF file, by the types of its
-    layers and LM head."""
+    """The builder's precision and options closest to a GGUF file, by the types of its layers and LM
+    head."""
     from collections import Counter
 
     from gguf import GGML_QUANT_SIZES, GGUFReader
@@ -71,14 +72,14 @@ def nearest(model: str) -> tuple[str, list[str]]:
 
 
 def dequantized(file: Path, output: Path) -> str:
-    """Write a GGUF file as a float32 checkpoint, by transformers."""
+    """Write a GGUF file as a float32 checkpoint, with transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    # transformers does not save a model that it takes for quantized.
+    # transformers does not save a model that it considers quantized.
     model.hf_quantizer = None
     model.config.quantization_config = None
     del model.config.quantization_config
@@ -90,8 +91,8 @@ def dequantized(file: Path, output: Path) -> str:
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import onnxruntime_genai as genai
 
-    # There must be an EOS, and to ignore it is no option: the last id of the vocabulary, which is
-    # hardly ever generated, is it.
+    # There must be an EOS, and no option ignores it. So it is the last id of the vocabulary, which
+    # is hardly ever generated.
     vocab = json.loads((Path(path) / "genai_config.json").read_text("utf-8"))["model"]["vocab_size"]
     session = {"intra_op_num_threads": options["threads"]}
     config = genai.Config(path)

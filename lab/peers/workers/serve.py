@@ -1,7 +1,7 @@
 """Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and
 answers each with one line.
 
-An answer is an object; one with ``error`` has failed. Output of libraries to stdout goes to
+An answer is an object, with ``error`` if the request failed. Output of libraries to stdout goes to
 stderr.
 """
 
@@ -33,7 +33,7 @@ class Server:
         return {}
 
     def load(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the contestant. Seconds include the import of its libraries."""
+        """Load the contestant. The seconds include the import of its libraries."""
         started = time.perf_counter()
         self.contestant = self.peer.load(path, options)
         return {"seconds": time.perf_counter() - started}
@@ -54,22 +54,22 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Time ``count`` passes over ``rows`` tokens after a filled cache; one more comes before,
-        to warm up."""
+        """Time ``count`` passes over ``rows`` tokens after a filled cache. One more pass before
+        them warms up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
     def serve(
         self, prompts: list[list[int]], counts: list[int], concurrency: int
     ) -> dict[str, Any]:
-        """Generate after all prompts, ``concurrency`` at a time. Returns the tokens of each, and
-        their seconds."""
+        """Generate after all prompts, ``concurrency`` at a time. Returns the tokens of each prompt
+        and their seconds."""
         started = time.perf_counter()
         found = self.contestant.serve(prompts, counts, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
 
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
-        """Write the logits after each token to the file ``output``, float32 [n, V]. Answers
-        whether the peer gives them."""
+        """Write the logits after each token to the file ``output``, float32 [n, V]. The answer says
+        whether the peer gives logits."""
         found = self.contestant.logits(tokens)
         if found is not None:
             import numpy as np
