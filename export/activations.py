@@ -11,7 +11,7 @@ Number = Callable[[float], str]
 
 
 def activated(node: Node, x: str, kind: str) -> str:
-    """The activation of x that has no parameters."""
+    """An activation of x without parameters."""
     if kind == "relu2":
         positive = node("Relu", [x])
         return node("Mul", [positive, positive])

@@ -1,9 +1,9 @@
 """The cache of engine directories that commands make from models: finding an entry, and its
 content.
 
-An entry is named after its model and a key of everything that it was made from. A mark file in it
-records that; the file's time is that of the last use. Only a directory with a mark is ever removed,
-and only if it holds no foreign file. The module needs no torch.
+An entry is named after its model and a key of everything that it was made from. A mark file in the
+entry records these sources; the file's time is the time of the last use. Only a directory with a
+mark is ever removed, and only if it holds no foreign file. The module needs no torch.
 """
 
 import json
@@ -32,13 +32,12 @@ _ADDED = (MARK_FILE, "timing.cache")
 """Files that commands add to an engine directory, besides files named after its graphs."""
 _BUILD = r"cpu-[0-9a-f]{16}"
 _BUILT = r"weights\.bin|(files|sizes)\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
-"""Files of a build for the CPU. Older builds list their files in sizes.json; states.onnx is from a
-distillation."""
+"""Files of a build for the CPU. Older builds list their files in sizes.json; a distillation adds
+states.onnx."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """Files of a directory that an export may read."""
 _SMALL = 1 << 26
-"""Size of the largest file that is hashed whole, which takes a moment. Models of gigabytes must
-also start at once."""
+"""Size of the largest file that is hashed whole. Models of gigabytes must start at once, too."""
 _RULES = 1
 """Version of the export of a model: raise it so that older directories are not found."""
 
@@ -117,7 +116,7 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file. For a large one: size, time of the last change, and SHA-256 of
+    """The SHA-256 of a small file; for a large file size, time of the last change, and SHA-256 of
     samples. An edit that the samples miss changes the time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)

@@ -1,5 +1,5 @@
-"""Quantization by a layer's inputs: weights compensate the rounding of those before them (GPTQ,
-arXiv 2210.17323)."""
+"""Quantization by a layer's inputs: each weight compensates the rounding of the weights before it
+(GPTQ, arXiv 2210.17323)."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,8 +62,8 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quant
 
 
 def compensation(products: Tensor) -> Tensor:
-    """The upper triangular U [in, in] with U^T U = (products + damping)^-1, the factors by which
-    later inputs compensate an error.
+    """The upper triangular U [in, in] with U^T U = (products + damping)^-1. Its entries are the
+    factors by which later inputs compensate an error.
 
     Args:
         products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are

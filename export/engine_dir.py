@@ -71,11 +71,11 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.cpu_build import FILES, place_of
 
 WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
-"""The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts
-(docs/controllers.md)."""
+"""Calibration prior of a draft that is the whole model in fewer bits: the mean of fits to three
+such drafts (docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the total bytes
-(0: unknown)."""
+(0 if unknown)."""
 
 
 class ComputedTensor:
@@ -91,9 +91,9 @@ class Head:
     """The exit head of an export.
 
     Attributes:
-        config: Its configuration. With a draft vocabulary, it has a separate LM head.
-        sources: Its weights by their names in the head.
-        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending. None: no draft vocabulary.
+        config: Configuration of the head. With a draft vocabulary, it has a separate LM head.
+        sources: Sources of the weights, by their names in the head.
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
     """
 
     config: ExitConfig
@@ -128,7 +128,7 @@ def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
     """Open a published EAGLE-3 head.
 
     Raises:
-        EESDError: It is damaged, not supported, or for another model.
+        EESDError: The head is damaged, not supported, or for another model.
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
     # Copied, never linked: its files have the names of a model's files.
@@ -187,7 +187,7 @@ def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
 def _own_source(
     checkpoint: Checkpoint, config: ExitConfig, name: str, base: Sequence[str]
 ) -> TensorSource:
-    """The source of a head's parameter that is made of the model's tensors. A single tensor is
+    """The source of a head's parameter that comes from the model's tensors. A single tensor is
     returned unchanged, so that it can be linked."""
     parts = [checkpoint.tensors[part] for part in base]
     geometry = checkpoint.geometry

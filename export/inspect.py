@@ -26,7 +26,7 @@ from eesd.runtime.engines.cpu_build import built_for_cpu, describe_build, find_b
 from eesd.runtime.engines.exactness import Exactness
 
 BAR_WIDTH = 48
-"""Letters of the longest bar."""
+"""Characters of the longest bar."""
 
 
 @command()
@@ -178,7 +178,7 @@ def main(
 
 
 def _outlined(model: str) -> Manifest:
-    """The manifest of an export with default options, which is not made."""
+    """The manifest that an export with default options would write."""
     try:
         find_model(model, weights=False)  # before seconds of imports
         from eesd.export.outline import outlined
@@ -208,7 +208,7 @@ def check_exactness(
     directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]
 ) -> Exactness:
     """Compare the bits of logits in about M + 45 mostly short calls, for each number of threads
-    (None: the default)."""
+    (None for the default)."""
     exactness = Exactness(manifest)
     with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
         for count in threads:
@@ -355,8 +355,8 @@ def memory_bars(devices: list[DeviceMemory], ranks: int, blocks: bool) -> list[s
 
     Args:
         devices: The estimate.
-        ranks: The number of ranks that it is for.
-        blocks: Whether the terminal shows block characters; else the bars are of ASCII.
+        ranks: Number of ranks of the estimate.
+        blocks: Whether the terminal shows block characters. If not, bars are ASCII.
     """
     letters = "█▓░" if blocks else "#=-"
     most = max(device.total for device in devices)
@@ -364,7 +364,7 @@ def memory_bars(devices: list[DeviceMemory], ranks: int, blocks: bool) -> list[s
     for number, device in enumerate(devices):
         buffers = max(device.round_buffers, device.prefill_buffers)
         weights = device.total - device.kv_cache - buffers
-        # Rounded ends, not lengths, so that the whole bar is as long as its total says.
+        # Round ends, not lengths, so that the length of the whole bar fits the total.
         ends = [
             round(BAR_WIDTH * part / most)
             for part in (0, weights, weights + device.kv_cache, device.total)

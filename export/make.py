@@ -58,13 +58,13 @@ if TYPE_CHECKING:  # --help must not load torch
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of an export, as ``eesd-export --help`` explains them. None: the default.
+    """The options of an export, as ``eesd-export --help`` explains them. None selects the default.
 
     Attributes:
         model: Directory, GGUF file, Hugging Face id or short name.
         plans: Whether plans may be built from 16-bit engines. A 4-bit draft then has no minimums,
             because TensorRT cannot read them.
-        packed: Whether weights are written packed for the CPU alone.
+        packed: Whether weights are written only packed for the CPU.
     """
 
     model: str
@@ -409,7 +409,7 @@ def choose_quantization(
     if symmetric is not None and "int4" not in (layers, head, draft):
         raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
     if symmetric is None:
-        symmetric = plans and dtype != "float32"  # TensorRT has no zero points of 4 bits
+        symmetric = plans and dtype != "float32"  # TensorRT lacks 4-bit zero points
 
     def scheme(kind: str | None) -> Quantization | None:
         if kind in (None, "none"):
@@ -491,8 +491,8 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
 
 
 def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
-    """The draft without training: the whole model in fewer bits, if its weights have more than 4;
-    if not, nothing.
+    """The draft without training: the whole model in fewer bits if its weights have more than 4
+    bits, else no head.
 
     Raises:
         EESDError: The user chose the whole model, and it has too few bits.
@@ -538,7 +538,7 @@ def _choose_head(
     head after ``exit_layer``.
 
     Returns:
-        The head; None: :func:`_default_head` chooses.
+        The head; None to let :func:`_default_head` choose.
     """
     from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
     from eesd.model.eagle_file import is_eagle

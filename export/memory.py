@@ -89,7 +89,7 @@ def split_layers(
         # Rotary tables are on every device, so they are not counted.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    # Layers whose tensors have their own levels may differ a little: use the mean.
+    # Layers with levels for single tensors may differ a little in size: use the mean.
     layer = nbytes(layer_shapes(geometry, range(layers))) // layers
     prefix = range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
@@ -113,7 +113,7 @@ class DeviceMemory:
         layers: First and last layer of the stage.
         draft_weights: Weights of the draft.
         verify_weights: Weights of the stage.
-        shared_weights: Weights that both use, included in both numbers.
+        shared_weights: Weights that draft and verify share, included in both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
         prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of
@@ -228,7 +228,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
     attention in float32.
 
-    ``logits`` of the ``tokens`` tokens get logits of ``columns`` columns.
+    Of ``tokens`` tokens, ``logits`` get logits, each with ``columns`` columns.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size

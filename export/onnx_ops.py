@@ -1,16 +1,15 @@
 """Write the model's operations as standard ONNX (opset 24), without loading a weight.
 
-Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants: 0
-copies a dimension of the input. Linear layers with one input become one product over a packed
-weight if they are quantized alike. Linear weights are stored transposed, the layout of MatMul.
+Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants, in
+which 0 copies a dimension of the input. Linear layers with the same input become one product over a
+packed weight if they are quantized alike. Linear weights are stored transposed, MatMul's layout.
 
-A token's results must not depend on the number of tokens in a pass: then drafting changes no bit of
-a logit. For ONNX Runtime's products and norms this always holds, for attention only with two or
-more queries. So verify *folds* the query heads of a KV head into further queries of that head, and
-without groups computes the first query twice. One attention then also reads each cache only once.
+A token's results must not depend on the number of tokens in a pass, so that drafting changes no bit
+of a logit. For ONNX Runtime's products and norms this always holds, for attention only with two or
+more queries. So verify *folds* the query heads of a KV head into further queries of that head;
+without groups, it computes the first query twice. Folded attention also reads each cache only once.
 In float32, prompts keep heads apart: ONNX Runtime gives each head to one thread, and few heads load
-the threads unevenly. From two nodes on, both forms give the same bits. The draft does not need
-this.
+the threads unevenly. From two nodes on, both forms give the same bits. The draft need not fold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +75,7 @@ class OnnxOperations:
         slots: S, rows of the rotary tables.
         quantization: Quantization of the weights.
         linked: Names of weights that stay in the checkpoint's layout.
-        packs: Whether layers that read one input may be packed.
+        packs: Whether layers with the same input may be packed.
         draft: Whether this is the draft graph.
         folds: Whether query heads are folded.
         nodes: The nodes so far.
@@ -248,7 +247,7 @@ class OnnxOperations:
         return self.node("Mul", [x, self.node("Sigmoid", [gate])])
 
     def activate(self, x: str, block: Block, name: str) -> str:
-        """xielu is computed in float32: 16 bits have no small differences of exponentials."""
+        """Compute xielu in float32: 16 bits are too coarse for its differences of exponentials."""
         kind = block.geometry.activation
         if kind != "xielu":
             return activated(self.node, x, kind)
@@ -321,10 +320,10 @@ class OnnxOperations:
         norm: Norm | None,
         residual: Sequence[str],
     ) -> str:
-        """Each expert runs on all tokens.
+        """Run each expert on all tokens.
 
-        For tokens that do not use an expert, its inputs are 0, and so are its outputs, whatever the
-        range of the type.
+        An expert's inputs are 0 for tokens that do not use it. So its outputs are 0, and never
+        exceed the range of the type.
         """
         if norm:
             x = self.norm(x, norm)
@@ -397,8 +396,7 @@ class OnnxOperations:
     def _attended_with_sinks(self, q: str, keys: str, values: str, mask: str, block: Block) -> str:
         """Attention [B, H, n, D] whose softmax has one more score for each head, its sink.
 
-        The operator of ONNX has no sinks. Scores are computed in the graph's type, softmax in
-        float32.
+        ONNX's operator has no sinks. Scores are computed in the graph's type, softmax in float32.
         """
         geometry = block.geometry
         kv_heads = geometry.num_kv_heads
@@ -540,8 +538,8 @@ class OnnxOperations:
     def _near_mask(self) -> str:
         """The mask of sliding layers, which hides tokens outside the window.
 
-        Uncommitted slots of a round are within the window of each of its nodes, because the window
-        is longer than a round. So a slot's number can stand for its position.
+        A round's uncommitted slots are within the window of each of its nodes, because the window
+        is longer than a round. So a slot's number can serve as its position.
         """
         window = self.constant(self.geometry.window)
         first = self.node("Sub", [self._unsqueeze("position_ids", 1, 3), window])
@@ -572,7 +570,7 @@ class OnnxOperations:
         return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
 
     def convolution(self, x: str, block: Block, name: str) -> str:
-        """Sums are in float32, from the earliest token on."""
+        """Sum in float32, from the earliest token on."""
         hidden = block.geometry.hidden_size
         taps = block.geometry.taps
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
@@ -648,7 +646,7 @@ class OnnxOperations:
         return self.node("Mul", [states, self._unsqueeze(is_there, 2)])
 
     def _ancestors(self, distance: int) -> str:
-        """The slots [B, n] of the ancestor of each token at this distance; -1 for none."""
+        """The slots [B, n] of each token's ancestor at this distance; -1 if there is none."""
         if distance == 0:
             return self._own_slots()
         key = f"ancestors {distance}"
@@ -657,7 +655,8 @@ class OnnxOperations:
         return self._made[key]
 
     def _parents(self, slots: str) -> str:
-        """For each token, the last visible slot [B, n] before a slot [B, n]; -1 for none."""
+        """For each token, the last visible slot [B, n] before a given slot [B, n]; -1 if there is
+        none."""
         seen = self.node("Gather", ["attn_mask", self.constant(0)], axis=1)
         seen = self.node("Greater", [seen, self.constant(MASKED / 2, self.dtype)])
         earlier = self.node("Less", [self._numbers(3), self._unsqueeze(slots, 2)])

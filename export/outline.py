@@ -1,4 +1,4 @@
-"""The engine directory of an export with default options, predicted from a model's configuration
+"""Predict the engine directory of an export with default options, from a model's configuration
 alone."""
 
 from dataclasses import dataclass, field, replace
@@ -27,14 +27,14 @@ from eesd.model.packing import OF_EXPERTS
 
 @dataclass(frozen=True)
 class Outline:
-    """The inputs for the choices of an export, without the weights. :class:`Checkpoint` has the
-    same attributes.
+    """The properties of a model that an export's choices depend on, without the weights.
+    :class:`Checkpoint` has the same attributes.
 
     Attributes:
         geometry: Geometry of the model.
-        quantization: Quantization of the model's weights; None: they are not quantized.
-        own_levels: Those of experts with MXFP4. GGUF files, whose tensors have levels, too, are
-            opened.
+        quantization: Quantization of the model's weights; None if they are not quantized.
+        own_levels: Quantizations of single tensors: of experts with MXFP4. (GGUF files, whose
+            tensors also have levels, are opened instead.)
     """
 
     geometry: Geometry

@@ -1,5 +1,4 @@
-"""Checks that graphs compute the same as the torch modules, and engines the same as their
-graphs.
+"""Check that graphs compute the same as the torch modules, and engines the same as their graphs.
 
 In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches
 widened to float32.
@@ -8,8 +7,8 @@ widened to float32.
   random token tree.
 * :func:`compare_engines` runs after a build. It compares engines of any backend with the graphs, on
   a random prompt and a draft step.
-* :func:`compare_texts` then compares them with engines of another backend, on a text long enough to
-  reach each kernel.
+* :func:`compare_texts` then compares engines with those of another backend, on a text long enough
+  to reach each kernel.
 """
 
 from collections.abc import Sequence
@@ -307,8 +306,8 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
         manifest: Their manifest.
 
     Returns:
-        The lowest cosine over all tokens for the logits of each call, and for keys and values of
-        one cache: the first unacceptable one, or the worst.
+        The lowest cosine over all tokens, for the logits of each call, and for the keys and values
+        of one cache: the first cache with an unacceptable cosine, or the worst.
     """
     nodes = manifest.max_tree_nodes + 1
     slots = attended_slots(manifest, manifest.verify[0])

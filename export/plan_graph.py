@@ -1,4 +1,4 @@
-"""The graphs of plans: changes that TensorRT needs to the graphs that all engines run."""
+"""The graphs of plans: the standard graphs with changes that TensorRT needs."""
 
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def plan_graph(
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read only the first slots: as many as the mask has columns, which is then less
-    than S.
+    """Let attention read only the first slots, one for each column of the mask, which then has
+    fewer than S.
 
     Attention then copies only this part of the caches. The caches are still updated in place.
     """
@@ -93,8 +93,8 @@ def fold_heads(graph: Any) -> None:
 
 
 def join_scales(model: Any, directory: Path) -> None:
-    """Give weights of 8 bits whose scales [blocks, out] are equal in all blocks one scale for each
-    output, [out]."""
+    """Give 8-bit weights one scale for each output, [out], if their scales [blocks, out] are equal
+    in all blocks."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 

@@ -61,7 +61,7 @@ class BuildOptions:
         prefill_chunk: Largest number of prompt tokens of a call.
         compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every
             supported GPU.
-        strip_weights: Whether plans are without weights. Loading takes those of the directory.
+        strip_weights: Whether plans have no weights. Loading then reads those of the directory.
     """
 
     flavour: str
@@ -72,8 +72,8 @@ class BuildOptions:
 
 
 def find_flavour(wanted: str | None) -> str:
-    """Return the flavour to build: ``wanted``, or the installed one. If both are installed,
-    TensorRT.
+    """Return the flavour to build: ``wanted``, or the installed one (TensorRT if both are
+    installed).
 
     Raises:
         EESDError: The flavour, or another package that building needs, is not installed.

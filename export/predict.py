@@ -1,8 +1,8 @@
 """Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants
 of the hardware.
 
-docs/predict.md has the formula, and says which constants are published, measured on an H200 with
-the torch backend, or assumed.
+docs/predict.md has the formula, and marks constants as published, as measured on an H200 with the
+torch backend, or as assumed.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
 """Measured: times of a block's products with weights of 8 and 4 bits, relative to 16 bits, for one
 node and for :data:`MANY_NODES`. By bytes alone they would be 0.52 and 0.28."""
 TELLING = 100e-6
-"""Assumed: seconds in which rank 0 sends a call to the others."""
+"""Assumed: seconds for rank 0 to send a call to the other ranks."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -84,17 +84,18 @@ class Prediction:
     """Predicted seconds of an engine directory's calls.
 
     Attributes:
-        draft: Seconds of a draft step. 0: no draft; proposals from the text cost nothing.
-        verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain
-            step.
+        draft: Seconds of a draft step; 0 without a draft, because proposals from the text cost
+            nothing.
+        verify: Seconds of a verify pass over 1, 2, ... nodes, including the root. The first is a
+            plain step.
     """
 
     draft: float
     verify: tuple[float, ...]
 
     def speed_up(self, acceptance: float, drafted: int) -> float:
-        """Speed relative to plain decoding, for chains of ``drafted`` tokens that are accepted with
-        probability ``acceptance`` each, given that those before were."""
+        """Speed relative to plain decoding, for chains of ``drafted`` tokens. Each token is
+        accepted with probability ``acceptance`` if all tokens before it were."""
         tokens = sum(acceptance**depth for depth in range(drafted + 1))
         return tokens * self.verify[0] / (drafted * self.draft + self.verify[drafted])
 
@@ -190,11 +191,11 @@ def _seconds(
 def _bytes_of_16_bits(
     manifest: Manifest, graph: GraphInfo, slots: int, ranks: int
 ) -> tuple[float, float]:
-    """Bytes that would take as long to read in 16 bits as the weights and the cache, in a pass over
-    one node and over many.
+    """Bytes of 16-bit weights that would take the time of reading the weights and the cache, in a
+    pass over one node and over many.
 
-    Kernels for quantized levels are slower than their bytes suggest. Float32 engines have none on a
-    GPU, so their bytes count.
+    Kernels for quantized levels are slower than their bytes suggest. Float32 engines have no such
+    kernels on a GPU, so their bytes count.
     """
     few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
     if manifest.dtype == "float32":
@@ -226,21 +227,21 @@ def sum_seconds(
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
-    """Bytes that a pass must at least read: the cache, and the weights without the embedding table,
-    unless it is the LM head.
+    """Least number of bytes that a pass reads: the cache, and the weights without the embedding
+    table, unless it is the LM head.
 
     Args:
         manifest: The engine directory's manifest.
         graph: The graph that runs.
         slots: Slots of the KV cache that attention reads.
-        ranks: Number of ranks. The result is for each of them.
+        ranks: Number of ranks. The result is for each rank.
     """
     read_weights = _weights_read(manifest, graph)
     weights = sum(rank_bytes(weight, ranks) for weight in read_weights)
     if graph == manifest.draft and manifest.dtype == "float32":  # the CPU reads halved weights
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
-    # A single slot is read of caches of states.
+    # Of caches of states, only a single slot is read.
     read = len(needs_of(manifest, graph).attended)
     return weights + slots * slot_bytes(manifest, read) // ranks
 

@@ -1,5 +1,4 @@
-"""The engine directory of a model that a command will run: found in the cache, or exported into it
-first.
+"""Find the engine directory of a model in the cache, or export the model into it.
 
 A separate process exports, so that the command's process has neither torch nor the memory of an
 export.
@@ -36,14 +35,14 @@ def engine_directory(
 ) -> Path:
     """The engine directory of a model. The export writes its messages to stderr.
 
-    On a CPU, the cache holds a model once: weights are packed directly from the checkpoint, unless
-    a whole engine directory exists. Other backends need a whole one.
+    On a CPU, the cache holds a model only once: weights are packed directly from the checkpoint,
+    unless a whole engine directory exists. Other backends need a whole directory.
 
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.
         options: Options of the export.
         cache_dir: The cache directory; None for the user's.
-        backend: The backend that will run it.
+        backend: The backend that will run the model.
 
     Raises:
         EESDError: The model cannot be found, or there is no place for a cache.

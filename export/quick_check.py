@@ -1,7 +1,7 @@
 """A check of an export that takes seconds: a few layers and the head of the model, run twice.
 
-Their standard graphs run on ONNX Runtime's operators, and their build for the CPU on this
-project's, with float32 activations. Both read the checkpoint's weights through the code of the full
+Their standard graphs run on ONNX Runtime's operators, and their build for the CPU on this project's
+operators, with float32 activations. Both read the checkpoint's weights through the code of the full
 export. So a fault in packing or in a graph shows as a difference of logits.
 """
 
@@ -41,14 +41,15 @@ LAYERS = 2
 COLUMNS = 2048
 SLOTS = 64
 NODES = 16
-"""Fewest layers, most rows of vocabulary tables, slots, and most drafted nodes."""
+"""Smallest number of layers, largest number of rows of vocabulary tables, slots, and maximum number
+of drafted nodes."""
 TOKENS = 12
 DRAFTED = 3
 """Tokens of the verify call, and of the draft call after it."""
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
 SAFETY = 4
-"""Factor of the expected error: only the average grows as the square root of the terms."""
+"""Factor of the expected error: only the average error grows as the square root of the terms."""
 
 
 class QuickCheck:
@@ -65,8 +66,8 @@ class QuickCheck:
         return 2 * sum(weight_bytes(wide, graph) for graph in wide.graphs)
 
     def differences(self) -> dict[str, float]:
-        """Differences of the logits of verify and draft, relative to the largest that rounding
-        explains."""
+        """Differences of the logits of verify and draft, relative to the largest difference that
+        rounding explains."""
         manifest = self._engines.manifest
         with TemporaryDirectory(prefix="eesd-check-") as name:
             directory = Path(name)
@@ -104,7 +105,7 @@ def _bound(manifest: Manifest, logits: Array) -> float:
     """The largest difference of logits that other orders of additions explain.
 
     A sum of K products has an error of about sqrt(K) units of the size of its result. A block has
-    four products in sequence, and the LM head is another. The errors of all add up.
+    four products in sequence, and the LM head is one more. All these errors add up.
     """
     geometry = manifest.geometry
     widest = max(geometry.hidden_size, geometry.intermediate_size)

@@ -16,8 +16,8 @@ from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.export.widened import Widened, widen
 
 TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit, as another order
-of additions causes."""
+"""Largest acceptable difference of a float32 logit, relative to the largest logit. Another order of
+additions can cause it."""
 
 Array = NDArray[np.float32]
 

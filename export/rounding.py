@@ -36,9 +36,9 @@ from eesd.model.torch_ops import Inputs, TorchOperations
 
 LEAST_TOKENS = 4096
 MOST_TOKENS = 16384
-"""Fewest tokens that the rounding needs, and most that it reads."""
+"""Minimum and maximum number of tokens that the rounding reads."""
 ROW = 512
-"""Tokens that see each other."""
+"""Tokens of a row. They attend to each other only."""
 TOGETHER = 8
 """Rows that run together."""
 
@@ -52,15 +52,15 @@ def rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> Iterator[Checkpoint]:
-    """The checkpoint, with 4-bit levels of its weights that fit a text. They are readable within
-    the ``with`` block.
+    """The checkpoint, with 4-bit levels for its weights that fit a text. The levels are readable
+    within the ``with`` block.
 
     Args:
         text: The text file.
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
-        output: The output of the export. Until the end of the block, the levels lie beside it.
+        output: Output of the export. Until the end of the block, the levels lie beside it.
         say: Called with the number of each layer and the number of layers.
 
     Raises:
@@ -112,7 +112,8 @@ def _to_round(
 
 
 def _rows(checkpoint: Checkpoint, text: str, path: Path) -> list[Tensor]:
-    """Token ids of parts spread over the text, [rows, tokens] each. A row begins like a prompt."""
+    """Token ids of parts spread over the text, [rows, tokens] each. Each row begins like a
+    prompt."""
     tokenizer = resolved_tokenizer(checkpoint.path).get("tokenizer.json")
     if tokenizer is None:
         raise EESDError(
@@ -236,7 +237,7 @@ def _run(
 
 
 def _first_reader(name: str) -> str:
-    """The first of the weights with the same input."""
+    """The first weight with the same input."""
     readers = {part: parts[0] for parts in reversed(PACKED.values()) for part in parts}
     return next(
         (name.replace(part, first) for part, first in readers.items() if part in name), name

@@ -22,7 +22,7 @@ class Steps:
         self._said = 0.0
 
     def report(self) -> None:
-        """Log the time of a step that has run for long without progress."""
+        """Log the time of a step that has run long without progress."""
         step, began = self._began[-1] if self._began else ("", 0.0)
         now = perf_counter()
         if step and now - self._said >= SILENCE:

@@ -39,10 +39,10 @@ ALIGNMENT = 4096
 
 
 class TensorSource(Protocol):
-    """Something that can read or compute a tensor."""
+    """A tensor that can be read or computed."""
 
     def read(self) -> Array:
-        """Return the tensor. It is not kept in memory."""
+        """Return the tensor, without keeping it in memory."""
         ...
 
 
@@ -156,7 +156,7 @@ def joined(parts: Sequence[TensorSource]) -> TensorSource:
 
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
-    """The levels of a quantized weight: those of the checkpoint if they fit.
+    """The levels of a quantized weight: the checkpoint's own, if they fit.
 
     The parts of a packed weight are quantized one by one, or together if they share a factor. The
     values are the same.
@@ -168,7 +168,7 @@ def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
 
 
 class RoundedTensor(ChangedTensor):
-    """A tensor whose levels were chosen before.
+    """A tensor with levels that were chosen before.
 
     Attributes:
         chosen: Stored levels by quantization, set by :meth:`of`: weights, scales and further parts.
@@ -180,7 +180,7 @@ class RoundedTensor(ChangedTensor):
     def of(
         cls, stored: StoredTensor, quantization: Quantization, levels: Quantized, file: BinaryIO
     ) -> "RoundedTensor":
-        """The same tensor with levels for one more quantization, which are appended to a file."""
+        """The same tensor with levels for one more quantization. They are appended to a file."""
         tensor = cls(stored, lambda values: values)
         saved = tuple(None if part is None else SavedArray.at_end(part, file) for part in levels)
         earlier = stored.chosen if isinstance(stored, RoundedTensor) else {}

@@ -1,5 +1,5 @@
-"""16-bit graphs in float32, for checks: on the CPU, ONNX Runtime's operators are fast in float32
-only.
+"""Run 16-bit graphs in float32, for checks: on the CPU, ONNX Runtime's operators are fast only in
+float32.
 
 Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a
 float32 value, so nothing is rounded. Quantized levels, and rotary tables (which are float32 in
@@ -25,8 +25,8 @@ from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]
-"""Widened weights by name, as ONNX Runtime values, which graphs share. They must live as long as
-the sessions, which read all weights that they did not pack."""
+"""Widened weights by name, as ONNX Runtime values, which graphs share. They must outlive the
+sessions, which read all weights that they have not packed."""
 
 
 def reference(
@@ -77,7 +77,7 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         path: The graph.
         options: Options of its session. This function adds the widened weights, and the directory
             of the other weights.
-        widened: Weights of the directory that are widened already. Those of this graph are added.
+        widened: Weights of the directory that are already widened. Those of this graph are added.
         threads: Number of weights to widen at the same time.
 
     Returns:

@@ -303,7 +303,7 @@ def totals(rows: Sequence[Row]) -> tuple[int, int]:
 
 @command()
 @click.argument("directories", type=PATH, nargs=-1, required=True)
-@click.option("--new-tokens", type=click.IntRange(1), default=24, help="Of each text.")
+@click.option("--new-tokens", type=click.IntRange(1), default=24, help="Tokens of each text.")
 @click.option("--backend", default="ort")
 @click.option(
     "-o", "--output", type=OUTPUT, help="JSON to write; its rows of other directories are kept."

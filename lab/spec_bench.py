@@ -295,7 +295,7 @@ class Questioning:
     multiple=True,
     default=("exit", "text", "both", "both,tree=1"),
     metavar="[DIR:]DRAFTER[,tree=N][,CONTROLLER]",
-    help="What drafts, and how; repeatable. DIR: with another engine directory of the same model.",
+    help="Way to draft; repeatable. DIR: is another engine directory of the same model.",
 )
 @click.option(
     "--samplings",
@@ -314,7 +314,7 @@ class Questioning:
 @click.option(
     "--others",
     type=COUNT,
-    help="That of other samplings and kernels than the first.  [default: the same]",
+    help="The same for all but the first sampling and kernels.  [default: the same]",
 )
 @click.option("--bits", is_flag=True, help="Compare logits, too, and read a prompt once for all.")
 @click.option(
@@ -323,7 +323,7 @@ class Questioning:
 @click.option(
     "--costs",
     type=click.Choice(list(COST_MODELS)),
-    help="Count what calls cost there, instead of timing them here.",
+    help="Count the costs of calls on this device, instead of timing them here.",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")
 @click.option(

@@ -117,7 +117,7 @@ def shown(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @click.option("--against", help="Folder with the package eesd of another checkout.")
 @click.option("--requests", "count", default=64, help="Length of the list.")
 @click.option("--repeat", default=2, help="Runs of each checkout.")
-@click.option("--seed", default=0, help="Of the list; the runs have the next ones.")
+@click.option("--seed", default=0, help="Seed of the list; runs use the next ones.")
 @click.option("--worker", is_flag=True, help="Run the list once, and print JSON.")
 def main(engine_dir: str, against: str, count: int, repeat: int, seed: int, worker: bool) -> None:
     """Compare two checkouts, and print times to the first token in seconds."""

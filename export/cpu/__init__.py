@@ -1,1 +1,1 @@
-"""What builds for the CPU: packed weights, and graphs of this project's operators."""
+"""Builds for the CPU: packed weights, and graphs of this project's operators."""

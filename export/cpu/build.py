@@ -28,8 +28,8 @@ ALIGNMENT = 4096
 
 
 def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> Path:
-    """Build an engine directory for the CPU. A build that is whole stays as it is; a new one takes
-    the place of older ones.
+    """Build an engine directory for the CPU. A complete build is kept; a new build replaces older
+    ones.
 
     Args:
         directory: Engine directory.
@@ -50,13 +50,13 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
     manifest.check_whole(directory)
     try:
         with turn(place, lambda: None):
-            # Another process may have built it meanwhile.
+            # Another process may have built it in the meantime.
             if force or not find_build(directory, manifest):
                 if place.is_symlink() or (place.is_dir() and foreign_build(place)):
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
                     _write(directory, manifest, new)
-                for other in directory.glob("cpu-*"):  # of other graphs
+                for other in directory.glob("cpu-*"):  # builds of other graphs
                     if other != place and is_build(other):
                         remove_directory(other, foreign_build)
     except OSError as error:

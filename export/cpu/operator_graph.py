@@ -1,11 +1,11 @@
 """Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which
-read packed weights. Norms behind attention and MLP, and what else only some families have, are
-standard nodes between them.
+read packed weights. Norms after attention and MLP, and other parts that only some families have,
+are standard nodes between them.
 
-A graph on disk is standard ONNX, and says the same in some twenty-five nodes a layer. What it
-computes follows from the manifest (geometry, exit head, layers), so this graph is written down from
-that, and not found by matching nodes: there is nothing that a match could miss. The names and sizes
-of all weights are compared with those of the graph on disk.
+The graph on disk is standard ONNX, and needs some twenty-five nodes a layer. Its computation
+follows from the manifest (geometry, exit head, layers). So this graph is written from the manifest,
+not by matching nodes, because a match could miss something. The names and sizes of all weights are
+compared with those of the graph on disk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
 
 GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
-"""The operators' numbers of activations."""
+"""Numbers of the activations in the operators."""
 GATE_UP = ".gate_up_proj."
 """Part of the name of the packed weight of gate and up."""
 
@@ -61,8 +61,7 @@ class Columns(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A packed weight: where it lies in the file of packed weights, and what the operators must
-    know of it."""
+    """A packed weight: its place in the file of packed weights, and the operators' parameters."""
 
     offset: int
     length: int
@@ -75,20 +74,24 @@ def make_graph(
     locate: Callable[[Columns], Located],
     small: Mapping[str, NDArray[Any]],
 ) -> bytes:
-    """The graph that stands for one on disk, as the bytes of an ``onnx.ModelProto``.
+    """The graph that replaces the one on disk, as the bytes of an ``onnx.ModelProto``.
 
-    Its inputs are ``input_ids`` [T] int64, or ``hidden`` [T, H]; ``tokens`` [T, 5] int64: for each
-    token the address of its sequence's cache, its position, its slot, its context (it sees that
-    many first slots) and the length of its path; ``paths`` [T, P] int32: the slots that it sees
-    behind the context, in the order of positions, its own as the last; and ``logit_rows`` [R] int64
-    where logits are computed. Outputs are those of the graph on disk without the caches, of T
-    tokens instead of B times n.
+    Its inputs are:
+
+    * ``input_ids`` [T] int64, or ``hidden`` [T, H];
+    * ``tokens`` [T, 5] int64: for each token the address of its sequence's cache, its position, its
+      slot, its context (the number of first slots that it sees) and the length of its path;
+    * ``paths`` [T, P] int32: the slots that it sees after the context, in the order of positions;
+      the last is the token's own slot;
+    * ``logit_rows`` [R] int64, if logits are computed.
+
+    Outputs are those of the graph on disk without the caches, for T tokens instead of B times n.
 
     Args:
         manifest: Manifest of the engine directory.
         graph: The graph on disk.
-        locate: Packs these columns when they are first asked for, and says where they lie in the
-            file of packed weights.
+        locate: Packs columns at their first use, and returns their place in the file of packed
+            weights.
         small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
     """
     return _Builder(manifest, graph, locate, small).build()
@@ -137,7 +140,7 @@ class _Builder:
         return self._to_bytes(inputs, [_output("hidden_out")])
 
     def _best(self) -> list[Any]:
-        """The outputs of the draft. Finds the most likely tokens."""
+        """Add the nodes that find the most likely tokens. Returns the outputs of the draft."""
         has_vocab = self.manifest.exit_head.draft_vocab
         ids = self._small(EXIT_HEAD + DRAFT_VOCAB) if has_vocab else self._small()
         found = ["topk_ids", "topk_logprobs"]
@@ -195,7 +198,7 @@ class _Builder:
         residual: Sequence[str] = (),
         activation: str = "",
     ) -> str:
-        if norm is not None and norm.centred:  # which products do not compute
+        if norm is not None and norm.centred:  # products do not compute such norms
             x = self.norm(x, norm)
             norm = None
         parts = self._parts(layers)
@@ -247,7 +250,7 @@ class _Builder:
         return self._small(f"{norm.name}.weight") if norm else self._small()
 
     def _residual(self, residual: Sequence[str], name: str) -> str:
-        """What a product adds: the sum of the residuals, which comes first here."""
+        """The sum of the residuals, which a product adds. In these graphs it is computed first."""
         if len(residual) > 1:
             return self._node("Add", residual, f"{name}.residual", domain="")
         return residual[0] if residual else self._small()
@@ -319,7 +322,7 @@ class _Builder:
         )
 
     def _tables(self, block: Block) -> list[str]:
-        """The rotary tables of a block; empty ones where nothing is rotated."""
+        """The rotary tables of a block; empty tables if nothing is rotated."""
         if block.eagle is not None:
             return [self._small(table) for table in HEAD_TABLES]
         if block.kind == UNROTATED:
@@ -357,7 +360,8 @@ class _Builder:
         return self._states(kind, inputs, output, self._model.state_caches[0], size)
 
     def _states(self, kind: str, inputs: Sequence[str], output: str, cache: int, size: int) -> str:
-        """A node that writes or reads states of a size in the caches from one on."""
+        """A node that writes or reads states of ``size`` values, in the caches from ``cache``
+        on."""
         geometry = self._geometry
         return self._node(
             kind,
@@ -387,7 +391,7 @@ class _Builder:
         return name
 
     def _find(self, name: str) -> str | None:
-        """The name that a weight has in this graph: its own, or that of the draft's copy."""
+        """The name of a weight in this graph: its own, or that of the draft's copy."""
         if (
             name == LM_HEAD
             and name not in self._names
@@ -423,15 +427,15 @@ class _Builder:
         return name
 
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
-        """What the operators must know of weights. Of two planes the draft reads the upper one, but
-        ``whole`` ones."""
+        """The operators' parameters of weights. Of weights in two planes the draft reads only the
+        upper plane, unless ``whole``."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
         given = [self.locate(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]
 
     def _small(self, *names: str) -> str:
-        """The initializer of a norm, a table, or biases side by side; an empty one for names that
-        the graph has not."""
+        """The initializer of a norm, a table, or biases side by side; empty for names that the
+        graph lacks."""
         found = [name for name in names if self._find(name) is not None]
         name = "+".join(found) or "nothing"
         if name not in self.initializers:

@@ -1,8 +1,8 @@
-"""Weights as the operators of this project read them, in panels of 16 columns:
-``runtime/operators/SPECIFICATION.md``.
+"""Pack weights for the operators of this project, in panels of 16 columns
+(``runtime/operators/SPECIFICATION.md``).
 
-The library of operators packs them. Nothing is rounded: levels, scales and minimums are those that
-are stored, in the fewest bits that hold them exactly.
+The library of operators packs them. Nothing is rounded: stored levels, scales and minimums are kept
+in the fewest bits that hold them exactly.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ from eesd.common.machine import cores
 from eesd.runtime.engines.operators import library
 
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
-"""Formats, as the operators number them. The last two have the same bytes, levels of 8 bits in two
-planes of 4: ``UPPER`` reads only the first plane."""
+"""The operators' numbers of formats. The last two have the same bytes, levels of 8 bits in two
+planes of 4 bits; ``UPPER`` reads only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
-"""What scales and minimums are: float16, float32, or int8 times a float16 for 256 inputs, as
-K-quants have them."""
+"""Types of scales and minimums: float16, float32, or int8 times a float16 for 256 inputs, as in
+K-quants."""
 _FLOATS = ("float32", "float16", "bfloat16")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _LEVELS = ("int8", "uint8")
 _STORED = (*_FLOATS, *_LEVELS, *_BLOCKS)
-"""What weights can be stored as, as the library numbers it."""
+"""Types of stored weights, in the library's numbering."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Packed:
     """A weight in panels.
 
     Attributes:
-        data: Its bytes.
-        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a
-            scale is for 16 inputs, what scales and minimums are, whether there are minimums.
+        data: The bytes of the panels.
+        numbers: The operators' parameters: format, inputs, outputs, level of zero, whether a scale
+            is for 16 inputs, type of scales and minimums, whether there are minimums.
     """
 
     data: NDArray[np.uint8]
@@ -43,7 +43,7 @@ class Packed:
 
 
 class _Array(ctypes.Structure):
-    """Where the values of an array [inputs, outputs] lie, and the bytes between neighbours."""
+    """The address of an array [inputs, outputs], and the bytes between neighbours."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -69,7 +69,7 @@ class _Source(ctypes.Structure):
 
 
 def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
-    """Pack floats as they are.
+    """Pack floats unchanged.
 
     Args:
         weight: [inputs, outputs] float32, or of 16 bits; in any order of memory.
@@ -96,8 +96,8 @@ def pack_levels(
     Args:
         levels: [inputs, outputs] int8 or uint8.
         scales: [inputs / block, outputs] float32.
-        minimums: [inputs / block, outputs] float32; None: 0.
-        planes: Whether 8 bits shall lie in two planes, where that is possible.
+        minimums: [inputs / block, outputs] float32; None for zeros.
+        planes: Whether to put levels of 8 bits into two planes, if possible.
 
     Raises:
         ValueError: The arrays do not fit each other, or a scale or minimum is not finite.
@@ -120,12 +120,12 @@ def pack_levels(
 def pack_gguf(
     blocks: NDArray[np.uint8], kind: str, shape: tuple[int, int], planes: bool = False
 ) -> Packed:
-    """Pack a tensor of a GGUF file, of which no other copy is made.
+    """Pack a tensor of a GGUF file without another copy.
 
     Args:
-        blocks: Its bytes, in memory or mapped.
+        blocks: Bytes of the tensor, in memory or mapped.
         kind: Type of the blocks, from ``Q4_0`` to ``Q6_K``.
-        shape: Outputs and inputs, as the file has them.
+        shape: Outputs and inputs, as in the file.
         planes: As in :func:`pack_levels`.
 
     Raises:

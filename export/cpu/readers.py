@@ -1,4 +1,4 @@
-"""The weights that a build for the CPU packs: those of an engine directory, or of a checkpoint."""
+"""Read and pack the weights of a build for the CPU, from an engine directory or a checkpoint."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -49,14 +49,14 @@ class Reader(ABC):
     """Reads and packs the weights of a graph.
 
     Attributes:
-        weights: How an engine directory stores them, by name.
+        weights: Storage of the weights in an engine directory, by name.
     """
 
     def __init__(self, weights: Mapping[str, StoredWeight]) -> None:
         self.weights = weights
 
     def small(self) -> dict[str, NDArray[Any]]:
-        """Everything that is no matrix, in float32 or int64, and the rotary tables."""
+        """All weights that are not matrices, and the rotary tables, in float32 or int64."""
         tables = (*ROTARY_TABLES, *HEAD_TABLES)
         return {
             name: self._small(name)
@@ -66,20 +66,20 @@ class Reader(ABC):
 
     @abstractmethod
     def _small(self, name: str) -> NDArray[Any]:
-        """A weight that is no matrix. Raises ValueError if it has another shape."""
+        """A weight that is not a matrix, or a rotary table. Raises ValueError for another shape."""
 
     @abstractmethod
     def _parts(self, part: Columns) -> dict[str, Array]:
-        """What is stored for some columns of a matrix.
+        """The stored arrays of some columns of a matrix.
 
         Returns:
             Arrays [inputs, columns] or [inputs / block, columns] by suffix. Levels are int8 or
-            uint8, or float32 where they are small floats. Scales and minimums are float32. Values
-            of 16 bits may be uint16.
+            uint8, or float32 for FP8 and FP4. Scales and minimums are float32. Values of 16 bits
+            may be uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
-        """Some columns of a weight, or all of them.
+        """Pack some columns of a weight, or all.
 
         Args:
             part: The columns.
@@ -101,7 +101,7 @@ class Reader(ABC):
             if not np.isfinite(scales).all():
                 raise ValueError(f"scales of {part.weight} are not finite")
             return pack_floats(values * np.repeat(scales, of.block, 0), FLOAT32)
-        if of.weights == FP4:  # the operators know integers, and twice these values are some
+        if of.weights == FP4:  # twice these values are integers, which the operators need
             values = (values * 2).astype(np.int8)
             scales = scales / 2
         if ZEROS in parts:
@@ -110,7 +110,7 @@ class Reader(ABC):
 
 
 class DirectoryReader(Reader):
-    """Reads an engine directory. Wrong types, shapes or places raise ValueError or KeyError."""
+    """Reads an engine directory. Wrong types, shapes or offsets raise ValueError or KeyError."""
 
     def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo) -> None:
         super().__init__(weights_of(manifest, graph))
@@ -155,11 +155,11 @@ class DirectoryReader(Reader):
 
 
 class SourceReader(Reader):
-    """Reads a checkpoint, and rounds as an engine directory's weights are rounded.
+    """Reads a checkpoint, and rounds its weights as for an engine directory.
 
     Args:
         weights: The weights of the graph, by name.
-        sources: Where they come from, by the same names.
+        sources: Sources of the weights, by the same names.
     """
 
     def __init__(
@@ -187,12 +187,12 @@ class SourceReader(Reader):
             raise EESDError(f"The tensor {name} is damaged ({error}); fetch it again.") from None
 
     def _columns(self, part: Columns) -> tuple[StoredWeight, Sequence[TensorSource]]:
-        """A weight of some columns only, and the tensors that it consists of."""
+        """A weight with only some columns, and the tensors that it consists of."""
         weight, source = self.weights[part.weight], self._sources[part.weight]
         sources = source.parts if isinstance(source, JointTensor) else [source]
         if part.stop is None:
             return weight, sources
-        size = part.stop - part.start  # gate and up, which are as wide as each other
+        size = part.stop - part.start  # gate and up are equally wide
         chosen = [sources[part.start // size]]
         return replace(weight, shape=(size, weight.shape[1])), chosen
 
@@ -217,8 +217,8 @@ class SourceReader(Reader):
 def _blocks(
     sources: Sequence[TensorSource], weight: StoredWeight
 ) -> tuple[str, NDArray[np.uint8]] | None:
-    """The type of the blocks of tensors of a GGUF file, and their bytes [outputs, bytes], if the
-    weight keeps their levels."""
+    """The type of the blocks of GGUF tensors, and their bytes [outputs, bytes], if the weight keeps
+    their levels."""
     of = weight.quantization
     found = [one.blocks(of) if isinstance(one, GgufTensor) and of else None for one in sources]
     kinds = {one[0] for one in found if one is not None}

@@ -126,10 +126,8 @@ KIND = click.option("--kind", "kinds", multiple=True, help="Task of the prompts;
 @click.option("--processes", type=COUNT, default=2, help="Fresh processes of each contestant.")
 @THREADS
 @click.option("--quality-text", type=cli.PATH, help="Held-out text, or JSON lines.")
-@click.option("--quality-tokens", type=COUNT, default=4096, help="Most tokens of it.")
-@click.option(
-    "--window", type=click.IntRange(2, 10**6), default=512, help="Tokens of a window of it."
-)
+@click.option("--quality-tokens", type=COUNT, default=4096, help="Tokens of it, at most.")
+@click.option("--window", type=click.IntRange(2, 10**6), default=512, help="Tokens of its windows.")
 @click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
 @click.option("--resume", is_flag=True, help="Continue the run in --output.")
 @click.option("--overwrite", is_flag=True, help="Replace --output.")
@@ -305,7 +303,7 @@ def passes_command(
     "--max-new-tokens",
     type=click.IntRange(2, 100_000),
     default=64,
-    help="Of the longest text.",
+    help="Tokens of the longest text.",
 )
 @click.option(
     "--shortest",
@@ -313,7 +311,7 @@ def passes_command(
     help="Tokens of the shortest text.  [default: as the longest]",
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, 100_000), default=384, help="More are cut off."
+    "--prompt-tokens", type=click.IntRange(1, 100_000), default=384, help="Tokens kept of a prompt."
 )
 @click.option("--rounds", type=click.IntRange(1, 1000), default=2, help="Repetitions.")
 @click.option(
