@@ -14,7 +14,7 @@ tokens than a round has, as for a prompt, use torch's attention.
 
 On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and
 1.96 with 32,768, where torch's operators took 3.24 and 8.07; weights and the text take 1.14 and
-1.11 at 4.15 TB/s (``tests/gpu_lease.py``).
+1.11 at 4.15 TB/s (``lab/lease``).
 
 It needs Triton, so it is imported only where that works.
 """

@@ -1,5 +1,5 @@
-"""``gpu_lease.py`` rehearsed on the CPU: what it needs, how steps end, and that it goes on where it
-stopped."""
+"""``lab.lease`` rehearsed on the CPU: its requirements, the ends of steps, and that it continues
+where it stopped."""
 
 import json
 import os
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lease.steps import STEPS
-from lease.whole import CLIENTS
 from support.no_torch import BLOCK
 
-SCRIPT = Path(__file__).parent.parent / "gpu_lease.py"
+from lab.lease.steps import STEPS
+from lab.lease.whole import CLIENTS
+
+ROOT = Path(__file__).parent.parent.parent
 MISSING = re.sub(
     r"blocked = \{.*?\}",
     'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}',
@@ -35,8 +36,7 @@ BAD = """
 import os
 import time
 
-import torch
-from lease import Step
+from lab.lease import Step
 
 
 def hangs(lease):
@@ -51,6 +51,8 @@ def crashes(lease):
 
 
 def runs_out(lease):
+    import torch
+
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
@@ -70,9 +72,13 @@ STEPS = {
 
 
 def lease(output: Path, *options: object, **environment: str) -> list[dict[str, Any]]:
-    command = [sys.executable, SCRIPT, "--output", output, "--device", "cpu", *options]
+    command = [sys.executable, "-m", "lab.lease", "--output", output, "--device", "cpu", *options]
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=os.environ | environment
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     path = output / "lease.jsonl"

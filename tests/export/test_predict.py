@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from lease.engines import llama, made_up
 from support.bundled import EXAMPLE
 from support.command import assert_refused, export_engine, run, succeed
 from support.engine_dirs import trained_head
@@ -32,6 +31,7 @@ from eesd.export.predict import (
     call_seconds,
     operations_of_node,
 )
+from lab.lease.engines import llama, made_up
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "predict.md"
 RANKS = PAGE.parent / "parallel.md"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lease.engines import llama
 from support.tiny_checkpoints import FAMILIES, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -27,6 +26,7 @@ from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
 from eesd.model.torch_ops import KV, Inputs
 from eesd.runtime.engines.trt_plans import LONG_CACHE, one_node_is_faster
+from lab.lease.engines import llama
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lease.engines import llama, made_up
 from rich.console import Console
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, trained_head
@@ -27,6 +26,7 @@ from eesd.export.inspect import memory_table
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.export.weights import WeightLayout
 from eesd.runtime.engines.kv_cache import HostKVCache
+from lab.lease.engines import llama, made_up
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "70b.md"
 EXPORT_70B = (

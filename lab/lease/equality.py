@@ -22,8 +22,8 @@ from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation
-from lease import Lease
-from lease.engines import llama, made_up, random_engines
+from lab.lease import Lease
+from lab.lease.engines import llama, made_up, random_engines
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/pycode/model"
 PROMPTS = ("def main(", "import ", "class Tree:\n    def insert(self, ")

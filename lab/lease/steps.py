@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from lease import Step, equality, machine, passes, plans, probes, quantized, whole
+from lab.lease import Step, equality, machine, passes, plans, probes, quantized, whole
 
 STEPS = {
     "machine": Step(machine.describe, 60),

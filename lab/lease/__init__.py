@@ -1,4 +1,4 @@
-"""The steps of ``gpu_lease.py``, the first checks of a GPU."""
+"""Steps of ``python -m lab.lease``, the first checks of a GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

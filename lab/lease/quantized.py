@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 
 from eesd.common.quantization import Quantization
 from eesd.runtime.engines.torch_quantized import arranged, product
-from lease import Lease
-from lease.machine import seconds_of
+from lab.lease import Lease
+from lab.lease.machine import seconds_of
 
 SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),

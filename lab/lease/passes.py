@@ -9,9 +9,9 @@ from eesd.common.manifest import Manifest
 from eesd.export.predict import bytes_of_pass, operations_of_node
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device_engine import DeviceEngine
-from lease import Lease
-from lease.engines import llama, made_up, random_engines
-from lease.machine import seconds_of
+from lab.lease import Lease
+from lab.lease.engines import llama, made_up, random_engines
+from lab.lease.machine import seconds_of
 
 NODES = 32
 

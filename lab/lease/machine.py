@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lease import Lease
+from lab.lease import Lease
 
 COPIED = 1 << 30
 """Bytes of a copy on a GPU, larger than its caches."""

@@ -9,9 +9,9 @@ from eesd.common.manifest import load_manifest
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import FLAVOURS
-from lease import Lease
-from lease.equality import WAYS, compared, exported
-from lease.probes import command
+from lab.lease import Lease
+from lab.lease.equality import WAYS, compared, exported
+from lab.lease.probes import command
 
 
 def plans(lease: Lease) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lease import Lease
-from lease.equality import MODEL, PROMPTS, exported
+from lab.lease import Lease
+from lab.lease.equality import MODEL, PROMPTS, exported
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 FILES = ("engines/test_gpu.py", "engines/test_device_sampler.py")
 
 

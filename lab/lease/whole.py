@@ -31,10 +31,10 @@ from eesd.runtime.engines.cuda_graph import CapturedGraph
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.llm import LLM, Speculation
-from lease import Lease
-from lease.engines import made_up, random_engines
-from lease.machine import SERVING, seconds_of
-from lease.passes import exit_head, shape
+from lab.lease import Lease
+from lab.lease.engines import made_up, random_engines
+from lab.lease.machine import SERVING, seconds_of
+from lab.lease.passes import exit_head, shape
 
 LAYERS = 32
 SLOTS = 4096

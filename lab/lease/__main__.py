@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
-"""What to run on a GPU that is at hand for minutes: the most telling first, each step a process of
-its own.
+"""Checks for a GPU that is available for minutes. The most informative steps run first, each in a
+process of its own.
 
-    python3 tests/gpu_lease.py --minutes 9 --output DIR        # the same again continues
+    python3 -m lab.lease --minutes 9 --output DIR        # the same command again continues
 
-It needs torch for the GPU, onnx, onnxruntime, transformers, tokenizers, numpy and
-click, for the server fastapi, uvicorn and prometheus_client, and no installed package of this
-project. DIR/lease.jsonl gets a JSON line for each step when it ends: that it hung, crashed or ran
-out of memory, too. ``--device cpu`` rehearses all of it with small shapes.
+It runs from a checkout and needs torch for the GPU, onnx, onnxruntime, transformers, tokenizers,
+numpy and click, and for the server fastapi, uvicorn and prometheus_client. This project need not be
+installed. DIR/lease.jsonl gets a JSON line for each step when it ends, also if it hung, crashed or
+ran out of memory. ``--device cpu`` rehearses all steps with small shapes.
 """
 
 import argparse
@@ -22,11 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = (str(ROOT / "src"), str(ROOT / "tests"), str(ROOT))
+"""Steps import eesd, the support modules of the tests, and the lab from here."""
 LEAST_SECONDS = 5
-"""A step is not begun if less time is left."""
+"""No step begins with less time left."""
 TAIL = 1500
-"""Characters of a failed step's output that its line has."""
+"""Characters of a failed step's output that are kept in its line."""
 
 
 def main() -> None:
@@ -40,15 +41,15 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="Also run steps that have a line already."
     )
-    parser.add_argument("--steps", default="lease.steps", help="Module that has STEPS.")
+    parser.add_argument("--steps", default="lab.lease.steps", help="Module that has STEPS.")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    sys.path[:0] = PATHS
     steps: Mapping[str, Any] = importlib.import_module(options.steps).STEPS
     options.output.mkdir(parents=True, exist_ok=True)
     if options.run:
         found = steps[options.run].run(
-            importlib.import_module("lease").Lease(options.device, options.output)
+            importlib.import_module("lab.lease").Lease(options.device, options.output)
         )
         (options.output / f"{options.run}.json").write_text(json.dumps(found))
         return
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def run_all(steps: Mapping[str, Any], options: argparse.Namespace, end: float) -> None:
-    """Run the steps that have no line yet, until the time is over."""
+    """Run the steps that have no line yet until the time is up."""
     path = options.output / "lease.jsonl"
     done = (
         set()
@@ -79,8 +80,8 @@ def run_all(steps: Mapping[str, Any], options: argparse.Namespace, end: float) -
 
 
 def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one step in a process of its own: its status, its seconds, and what it found or the end
-    of what it printed."""
+    """Run one step in a process of its own. Returns its status, its seconds, and its result or the
+    end of its output."""
     own = (
         "--run",
         name,
@@ -94,13 +95,11 @@ def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, 
     result = options.output / f"{name}.json"
     log = options.output / f"{name}.log"
     result.unlink(missing_ok=True)
-    path = os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    )
+    path = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, own)],
+            [sys.executable, "-m", "lab.lease", *map(str, own)],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -114,7 +113,7 @@ def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, 
 
 
 def wait(process: "subprocess.Popen[bytes]", limit: float) -> str:
-    """Wait for a process, and end it and what it started at its limit. Returns how it ended."""
+    """Wait for a process. At its limit, kill it and its children. Returns its status."""
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
