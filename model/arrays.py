@@ -26,7 +26,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 _PIECE = 1 << 17
 """Number of values that a thread converts at a time."""
 _ROWS = 16
-"""Rows to transpose at a time: as many as float32 values in a cache line of the processor."""
+"""Rows to transpose at a time: the number of float32 values in a cache line of the processor."""
 
 
 def in_threads(job: Callable[[Job], None], jobs: Iterable[Job]) -> None:
@@ -42,8 +42,8 @@ def to_float32(values: Array) -> NDArray[np.float32]:
 
 @np.errstate(over="ignore")  # callers check for infinite values
 def rounded(values: Array, dtype: str) -> Array:
-    """Round the values to another type like torch: to the nearest, and from float64 to 16 bits by
-    way of float32."""
+    """Round the values to another type like torch: to the nearest, and from float64 to 16 bits
+    through float32."""
     if values.dtype == np.float64:
         values = to_float32(values)
     return values.astype(NUMPY_TYPES[dtype], copy=False)
@@ -86,8 +86,8 @@ def transposed(values: Array, dtype: str | None = None) -> Array:
 
 
 def all_finite(values: Array) -> bool:
-    """Whether no value is infinite or NaN. As integers, the bits of these are the largest of either
-    sign."""
+    """Whether no value is infinite or NaN. Read as integers, the bits of such values are the
+    largest of either sign."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     positive, negative = (values.view(f"{kind}{size}").max(initial=0) for kind in "iu")

@@ -71,10 +71,10 @@ class Checkpoint:
         self.geometry = geometry
 
     def _tie(self) -> bool:
-        """Whether embeddings and LM head are one tensor, as the config says. If only one is stored,
-        it is used for both.
+        """Whether embeddings and LM head are one tensor according to the config. If only one tensor
+        is stored, it is used for both.
 
-        If both are stored and differ, the config is wrong. transformers then uses both, too.
+        If both are stored and differ, the config is wrong. Then both are used, as in transformers.
         """
         table = self.tensors.get(EMBEDDINGS)
         head = self.tensors.get(LM_HEAD)
@@ -134,10 +134,10 @@ class Checkpoint:
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that keeps the levels of the layers' linear weights; None if they have
-        none.
+        no levels.
 
-        Also None if only some of them have levels, or engines do not support these levels: all are
-        then read dequantized.
+        Also None if only some weights have levels, or if engines do not support these levels. All
+        weights are then read dequantized.
         """
         if self.config.packing is None:
             return None
@@ -164,7 +164,7 @@ class Checkpoint:
             if isinstance(tensor, GgufTensor | PackedTensor)
         }
         kept = {name: one for name, one in own.items() if one is not None}
-        if not kept.get(EMBEDDINGS, MXFP4).integers:  # which are no integers of 8 bits
+        if not kept.get(EMBEDDINGS, MXFP4).integers:  # levels that 8-bit integers cannot hold
             kept.pop(EMBEDDINGS, None)
         return {
             name: replace(one, weights="int8") if name == EMBEDDINGS else one
@@ -195,7 +195,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
-            # The fingerprints in stored heads are of exactly this text.
+            # Stored heads have fingerprints of exactly this text.
             digest.update(f"{name} {tensor.shape} torch.{tensor.dtype}".encode())
             digest.update(tensor.head())
         return digest.hexdigest()

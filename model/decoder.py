@@ -1,7 +1,7 @@
 """The base model and its exit head as modules, which hold the parameters.
 
-Parameters are named as Llama's in a Hugging Face checkpoint; the description of the model uses the
-same names. Only layers compute anything; ``common/architecture.py`` describes the blocks.
+Parameters have the names of Llama's in a Hugging Face checkpoint, as in the description of the
+model. Only layers compute anything; ``common/architecture.py`` describes the blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ from eesd.model.rotary import rotary_tables
 from eesd.model.torch_ops import KV, Inputs, TorchOperations
 
 PARTS = ("blocks", "norm", "lm_head", "deep", "deep_in_proj", "fuse_norm", "fuse_proj")
-"""The parts of a head in the order of its parameters, which training checkpoints rely on for the
-state of their optimizers."""
+"""The parts of a head in the order of its parameters. The optimizer states of training checkpoints
+rely on this order."""
 
 
 class Normalization(nn.Module):
@@ -39,9 +39,9 @@ class Normalization(nn.Module):
 
     Args:
         size: Number of values.
-        wide: Whether the weight is float32 whatever the type of x. Then only the product is rounded
-            to that type.
-        has_bias: Whether it adds a bias.
+        wide: Whether the weight is float32, whatever the type of x. Then only the product is
+            rounded to the type of x.
+        has_bias: Whether the norm adds a bias.
     """
 
     def __init__(self, size: int, wide: bool, has_bias: bool) -> None:
@@ -68,7 +68,7 @@ class Normalization(nn.Module):
 def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> None:
     """Add the layers with weights of these names and shapes, and the modules above them.
 
-    ``wide`` is for the norms. Norms of queries and keys come after the products of their attention.
+    ``wide`` applies to norms. Norms of queries and keys come after the products of their attention.
     """
     names = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
     for name in sorted(names, key=lambda name: name.endswith(("q_norm", "k_norm"))):
@@ -129,7 +129,8 @@ class ExitHead(nn.Module):
 
     Attributes:
         draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is
-            for the token with the i-th id. None: column i is for token i. Set by loading weights.
+            for the token with the i-th id. With None, column i is for token i. Set by loading
+            weights.
     """
 
     blocks: nn.ModuleList
@@ -193,7 +194,7 @@ class ExitHead(nn.Module):
 
         With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
         token's root. It is added after the last attention, so no key or value depends on it: verify
-        writes the same ones without it.
+        writes the same keys and values without it.
         """
         return self.finish(self.attend(x, inputs, caches), state)
 

@@ -1,4 +1,4 @@
-"""Reading published EAGLE-3 heads: ``config.json`` and safetensors in the layouts of SafeAILab,
+"""Read published EAGLE-3 heads: ``config.json`` and safetensors in the layouts of SafeAILab,
 SpecForge and Speculators.
 
 The layouts differ in names. SafeAILab and SpecForge call the block ``midlayer``; Speculators calls
@@ -41,7 +41,7 @@ _KINDS = (
 ROPES = replace(LLAMA, ropes=("default", "linear", "llama3", "yarn"))
 """Scalings that do not depend on the text's length: the head's positions do not limit it."""
 COMPARED = 1024
-"""Rows of an embedding table that are compared."""
+"""Number of rows of an embedding table that are compared."""
 _MAPS = ("d2t", "t2d", "embed_tokens.weight")
 _WITHOUT_EFFECT = (
     *(
@@ -210,8 +210,8 @@ def _read_block(fields: Fields) -> Geometry:
 
 
 def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
-    """Refuse unknown fields that are true: variants of these heads are told apart by them. Fields
-    ``later`` are read afterwards."""
+    """Refuse unknown fields that are true, because such fields mark variants of these heads. The
+    fields ``later`` are read afterwards."""
     known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
     on = [name for name in fields.left if name not in known and fields.raw[name] is True]
     if on:
@@ -221,8 +221,8 @@ def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
 def _draft_vocab(
     stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path
 ) -> Ids:
-    """The token of each column [Vd], int64. ``d2t`` holds the difference between its id and the
-    column's number."""
+    """The token of each column [Vd], int64. ``d2t`` holds the token's id minus the column's
+    number."""
     tensor = stored.get("d2t")
     if tensor is None or tensor.stored != "I64" or tensor.shape != (columns,):
         raise EESDError(

@@ -1,4 +1,4 @@
-"""Mixtures of experts in checkpoints: fields that families share, and splitting of joint
+"""Mixtures of experts in checkpoints: fields that families share, and the splitting of joint
 tensors."""
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts
 
 
 class Counts(NamedTuple):
-    """Numbers of experts: in a layer, and used by a token."""
+    """Number of experts in a layer, and number that a token uses."""
 
     experts: int
     used: int
@@ -42,7 +42,7 @@ def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Count
         raise ValueError(
             "num_local_experts and num_experts differ, which are two names of one number"
         )
-    fields.taken |= {"output_router_logits", "router_aux_loss_coef"}  # of a loss
+    fields.taken |= {"output_router_logits", "router_aux_loss_coef"}  # for a training loss
     [found] = counts
     most = found or 2**63 - 1
     return Counts(found, fields.integer("num_experts_per_tok", used, most=most))

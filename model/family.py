@@ -2,7 +2,7 @@
 
 A family is a file of ``families/``. It lists the fields of its ``config.json`` with their defaults,
 the parts of the decoder that they choose (:class:`~eesd.common.geometry.Geometry`), and the
-renaming of its tensors to the decoder's names. ARCHITECTURE.md says how to add one.
+renaming of its tensors to the decoder's names. ARCHITECTURE.md explains how to add a family.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -60,8 +60,8 @@ class Own(NamedTuple):
 
     Attributes:
         parts: Values of the geometry that differ from Llama's.
-        positions: Number of positions beyond which the decoder would differ from transformers;
-            None: no limit.
+        positions: Number of positions beyond which the decoder would differ from transformers; None
+            for no limit.
         notices: Sentences for the user of the checkpoint.
         divided: Divisors of tensors, applied when they are read, by the tensors' names.
     """
@@ -104,11 +104,11 @@ class Gguf:
             for them.
         eps: Key of the epsilon of norms.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
-        tensors: Converts the tensors of a file to the decoder's. None: like the family's other
-            checkpoints.
+        tensors: Converts the tensors of a file to the decoder's; None to convert them like the
+            family's other checkpoints.
         heads_by_layer: Whether files list the KV heads of each layer.
-        key: A metadata key that distinguishes the family's files from another family's. Empty: none
-            is needed.
+        key: A metadata key that distinguishes the family's files from another family's; empty if
+            none is needed.
     """
 
     architecture: str
@@ -130,26 +130,26 @@ class Family:
         model_type: Name in transformers.
         architecture: Class in transformers.
         positions: Default of ``max_position_embeddings``.
-        kv_heads: Default of ``num_key_value_heads``; None: the number of heads.
+        kv_heads: Default of ``num_key_value_heads``; None for the number of heads.
         kv_heads_null: Whether null also stands for the number of heads.
-        head_dim: Default of ``head_dim``; None: hidden_size / num_attention_heads.
+        head_dim: Default of ``head_dim``; None for hidden_size / num_attention_heads.
         theta: Default of ``rope_theta``.
         eps_name: Name of the field with the epsilon of norms.
         eps: Default of the epsilon.
         tied: Default of ``tie_word_embeddings``.
-        inner: Default of ``intermediate_size``; ``...``: required.
+        inner: Default of ``intermediate_size``; ``...`` if required.
         activation: Name of the field with the activation, and its default.
         ropes: Supported scalings of the rotary embedding.
-        rope_names: The family's own names for some of them.
-        original_positions: Default of ``original_max_position_embeddings``; None: the family has no
-            such field.
+        rope_names: The family's own names for some scalings.
+        original_positions: Default of ``original_max_position_embeddings``; None if the family has
+            no such field.
         activation_names: The decoder's activations by the family's own names.
-        partial_rotary: Default of ``partial_rotary_factor``; None: the whole head is rotated.
+        partial_rotary: Default of ``partial_rotary_factor``; None to rotate the whole head.
         interleaved: Whether neighbouring values of a head rotate together, not those of its halves.
         rope_fields: Selects the fields of the rotary embedding from the config's.
         own: Reads the fields that other families do not have.
         tensors: Converts stored tensors to the decoder's.
-        gguf: Storage in GGUF files; None: not supported, or that of another family.
+        gguf: Storage in GGUF files; None if not supported, or stored as another family.
         published: Class name in configs with custom code, if it differs.
     """
 
@@ -191,7 +191,7 @@ def attention_biases(fields: Fields) -> dict[str, Any]:
 
 
 def rope_or(fields: Fields, default: Mapping[str, Any]) -> Fields:
-    """The rotary fields, with ``rope_parameters`` of a config that has none."""
+    """The rotary fields, with a default of ``rope_parameters``."""
     given = fields.take("rope_scaling", None) or fields.take("rope_parameters", None)
     return fields if given else Fields({**fields.raw, "rope_parameters": default})
 
@@ -211,7 +211,7 @@ def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str
 
 
 def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
-    """``rope_parameters`` of a family with separate ones for each kind of layer."""
+    """``rope_parameters`` of a family that has them for each kind of layer."""
     found = fields.take("rope_parameters", None)
     if found is not None and not (
         isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())
@@ -271,8 +271,8 @@ def take_positive(fields: Fields, name: str, default: float | None) -> float:
 
 
 def take_window(fields: Fields, default: int | None = None) -> int | None:
-    """``sliding_window`` of a family in which all layers have it. Up to this many positions it has
-    no effect."""
+    """``sliding_window`` of a family that has it in all layers. Up to this number of positions, it
+    has no effect."""
     window: int | None = fields.integer("sliding_window", default, optional=True)
     return window
 
@@ -355,12 +355,12 @@ def gate_and_up(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Tensors:
-    """Reorder the rows of q and k as our rotary tables expect them, for a model that rotates a part
-    of each head, or neighbouring values.
+    """Reorder the rows of q and k for our rotary tables, if a model rotates only a part of each
+    head, or neighbouring values.
 
-    If 2r values of a head are rotated, value i rotates with value i + r or, ``interleaved``, value
-    2i with value 2i + 1. Here the two are moved to i and i + D / 2, as in a head that is rotated
-    completely. The other values follow each half, with angles of 0.
+    If 2r values of a head are rotated, value i rotates with value i + r or, if ``interleaved``,
+    value 2i with value 2i + 1. Each pair is moved to i and i + D / 2, as in a completely rotated
+    head. The values that are not rotated follow in each half, with angles of 0.
     """
     half = geometry.head_dim // 2
     rotated = geometry.rotated or half

@@ -8,7 +8,7 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is read with its type; the rest are left over.
+    """The fields of a JSON object. Each is read with its type. :meth:`left` names the rest.
 
     Raises:
         ValueError: A field has another type, or is out of range.

@@ -41,8 +41,8 @@ OWN_LEVELS = {
     "Q6_K": Quantization("int8", 16, scales="float32"),
     "MXFP4": MXFP4,
 }
-"""The smallest element types that hold the levels of each quantized type. The scales of K-quants
-are products of a float16 and an integer, which float32 holds exactly."""
+"""The smallest element types that hold the levels of each quantized type. Scales of K-quants are
+products of a float16 and an integer, which float32 holds exactly."""
 QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
 _SCALARS = {
@@ -174,8 +174,7 @@ def _read_header(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads a header from its beginning to its end. A length that goes beyond the end of the file
-    is refused."""
+    """Reads a header from beginning to end. A length beyond the end of the file is refused."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
@@ -354,7 +353,7 @@ class GgufTensor:
 
     def _keeps(self, quantization: Quantization) -> bool:
         own = self.quantization
-        if own is None or own == MXFP4:  # whose levels are no integers of 8 bits
+        if own is None or own == MXFP4:  # 8-bit integers cannot hold the levels of MXFP4
             return quantization == own
         return quantization in (own, replace(own, weights="int8"))
 

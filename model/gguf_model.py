@@ -1,5 +1,5 @@
-"""The model in a GGUF file in terms of a Hugging Face checkpoint: the fields of ``config.json``,
-and tensors by name.
+"""Present the model in a GGUF file as a Hugging Face checkpoint: fields of ``config.json``, and
+tensors by name.
 
 Every key of the architecture is applied, known to have no effect, or refused by name. If llama.cpp
 uses a value that transformers ignores, such as the scaling of rotary frequencies, this module
@@ -34,8 +34,8 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
-"""Keys that do not change the results of a decoder. The vocabulary's size is that of the embedding
-table."""
+"""Keys that do not change the results of a decoder. The embedding table determines the size of the
+vocabulary."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a divisor for each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
@@ -61,7 +61,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     """The fields of ``config.json`` for a GGUF file.
 
     Raises:
-        EESDError: The architecture or one of its options is not supported, or something is missing.
+        EESDError: The architecture or one of its options is not supported, or a key is missing.
     """
     try:
         return _fields(file)
@@ -129,7 +129,7 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
 
 
 def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
-    """Heads of keys and values. ``by_layer``, a file may list them for each layer: 0 for layers
+    """Number of KV heads. If ``by_layer``, a file may list it for each layer, with 0 for layers
     without attention."""
     name = "attention.head_count_kv"
     given = own.take(name, raw["num_attention_heads"])
@@ -164,7 +164,7 @@ def _special_tokens(general: Fields) -> dict[str, Any]:
 
 
 def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:
-    """``head_dim`` and, if a part of a head can be rotated, its share."""
+    """``head_dim`` and, if only a part of a head can be rotated, its share."""
     given, of_values, rotated = (
         own.integer(name, None, optional=True)
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")

@@ -1,9 +1,9 @@
 """llama.cpp's rules for cutting a text before tokens are merged, by the name of the rule in a GGUF
 file (``tokenizer.ggml.pre``).
 
-A file holds only the name; llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
-belong to the format. The expressions are Oniguruma's. ``tests/support/gguf_tokenizers.py`` compares
-the token ids with those of llama.cpp.
+A file holds only the name. llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
+are part of the format. Expressions have Oniguruma's syntax. ``tests/support/gguf_tokenizers.py``
+compares the token ids with those of llama.cpp.
 """
 
 _CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -127,12 +127,11 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
-"""Rules by ``tokenizer.ggml.pre``: a sequence of expressions. Each cuts the pieces of the previous
-one.
+"""Rules by ``tokenizer.ggml.pre``. A rule is a sequence of expressions, each of which cuts the
+pieces of the previous one.
 
 llama.cpp's other rules are for architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
-"""Rules under which a piece that is a token stays that token, without merges."""
+"""Rules that keep a piece that is a token, without merges."""
 BEGINS = {*_LLAMA3_NAMES, "tekken"}
-"""Rules under which a text starts with the token that begins texts, unless the file overrides
-it."""
+"""Rules that begin a text with the BOS token, unless the file overrides it."""

@@ -1,8 +1,8 @@
 """The tokens of a GGUF file that are not text, and those that end a text.
 
-A file names few of them by id. llama.cpp (``src/llama-vocab.cpp``) finds the others by name, and
-treats every token with such a name as a control token. Here the type in the file decides: what it
-calls text stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and Gemma.
+A file names few of them by id. llama.cpp (``src/llama-vocab.cpp``) finds the rest by name, and
+treats every token with such a name as a control token. Here the type in the file decides: a token
+of a text type stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and Gemma.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ _CODE_ENDS = {
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-"""Tokens that a code model writes after the text in the middle. The names are used if the file does
-not have the key."""
+"""Tokens that a code model writes after filling in the middle. The names are used if the file lacks
+the key."""
 _MORE_ENDS = {"\u2581<EOT>", "<|end_of_turn|>", "<|eot|>"}
 """Names in CodeLlama, OpenChat and Llama 4. llama.cpp uses them only if the file has the id."""
 _MARKS = {
@@ -101,8 +101,8 @@ def _given(fields: Fields, keys: Sequence[str]) -> list[int]:
 
 
 def _inner(ends: dict[str, int]) -> set[int]:
-    """Tokens that end something within a turn, if other ends show that: ``<|end|>`` ends a message
-    of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
+    """Tokens that end only a part of a turn, as the presence of other end tokens shows: ``<|end|>``
+    ends a message of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
     inner = set[str]()
     if ends.keys() & {"<|call|>", "<|calls|>"} and ends.keys() & {"<|return|>", "<|flush|>"}:
         inner.add("<|end|>")

@@ -1,8 +1,8 @@
 """Equal scores in a SentencePiece vocabulary.
 
-llama.cpp merges the leftmost of the neighbours whose tokens share the best score. The tokenizers
-library only supports an order of merges, so equal scores become an order, too. If that can give
-other tokens, the file is refused.
+Among neighbours whose tokens share the best score, llama.cpp merges the leftmost. The tokenizers
+library supports only an order of merges, so equal scores must be ordered, too. If the order can
+change tokens, the file is refused.
 """
 
 from collections import Counter, defaultdict
@@ -19,8 +19,8 @@ from eesd.common.checks import shown
 def check_ties(scores: Mapping[str, float], model: BPE) -> None:
     """Check that equal scores give the tokens of llama.cpp.
 
-    Llama 2 and Mistral give all runs of spaces one score. For such runs of one character, the
-    results of both are compared.
+    Llama 2 and Mistral give all runs of spaces the same score. For such runs of one character, the
+    results of both programs are compared.
 
     Args:
         scores: The scores of the pieces that merges make, without special tokens.
@@ -60,8 +60,8 @@ def cuts(piece: AnyStr) -> Iterator[tuple[AnyStr, AnyStr]]:
 
 
 def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Pairs of pieces of which one, merged first, can prevent the other: neighbours that share a
-    part, and a piece together with a better one that contains it."""
+    """Pairs of pieces in which merging one first can prevent the other: pieces that overlap, and a
+    piece together with a better one that contains it."""
     begins = defaultdict(set)
     for piece in tied:
         for left, _ in cuts(piece):

@@ -110,7 +110,7 @@ def _special(fields: Fields, tokens: Sequence[str], defaults: dict[str, int]) ->
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
-    """Byte-level BPE, which merges pieces of the text whose bytes are spelled as characters."""
+    """Byte-level BPE: merges within pieces of the text, whose bytes are spelled as characters."""
     name = fields.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
@@ -139,8 +139,7 @@ def _sentencepiece(
     special: dict[str, str],
     added: Sequence[AddedToken],
 ) -> Tokenizer:
-    """SentencePiece BPE: of all neighbours that form a token, those with the best score are merged
-    first."""
+    """SentencePiece BPE: neighbours that form the token with the best score are merged first."""
     scores = values(fields, "scores", float, int)
     if len(scores) < len(vocabulary):
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")

@@ -3,8 +3,8 @@
 
 Both have the same inputs, and caches in the order of their indices.
 
-Verify computes logits only for the tokens that its caller names: those of a prompt are not used,
-and the LM head is a large part of a small model.
+Verify computes logits only for the tokens that its caller names: a prompt needs none, and the LM
+head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ class Graph(nn.Module):
 
     Attributes:
         described: The description of the model.
-        operations: The table of operations. An engine may set another one, as all below.
+        operations: The table of operations. An engine may replace it and the following attributes.
         best: Function of logits [B, n, V] in any type, K and a draft vocabulary that returns an
             engine's results for its callers (:func:`~eesd.runtime.engines.torch_fused.find_best`).
-            None: operators of torch compute them from float32.
+            If None, operators of torch compute them from float32.
         unmasked: Largest number of a sequence's tokens for which attention derives the mask.
 
     Args:
         decoder: The base model.
         head: The exit head.
-        layers: The base layers of verify or of a stage of it. None: the draft.
-        add_ranks: Adds the parts of all ranks; None: one process has all weights.
+        layers: The base layers of verify or of a stage of it; None for the draft.
+        add_ranks: Adds the parts of all ranks; None if one process has all weights.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Graph(nn.Module):
         self._add_ranks = add_ranks
 
     def _pass(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
-        """The operations of a pass with these caches. Masks are made anew, because the memory of
-        the inputs may have new values."""
+        """The operations of a pass with these caches. Masks are computed again, because the memory
+        of the inputs may have new values."""
         given = dict(zip(self._caches, caches, strict=True))
         own = inputs.anew()
         return self.operations(
@@ -139,15 +139,15 @@ class Verify(Graph):
 
         Args:
             x: Token ids [B, n] for the first stage, the previous stage's hidden state
-                [B, n, hidden] for the others.
+                [B, n, hidden] for later stages.
             inputs: Shared inputs of the layers.
             caches: The caches of the stage's layers; for the first stage also those of the exit
                 head.
 
         Returns:
             Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``;
-            hidden state [B, n, hidden] from the others; the written caches. With :attr:`best`, the
-            logits have the model's type, and the result of :attr:`best` follows.
+            hidden state [B, n, hidden] from earlier stages; the written caches. With :attr:`best`,
+            the logits have the model's type, and the result of :attr:`best` follows.
         """
         o = self._pass(inputs, caches)
         x = verify(o, self.described, x, self.layers)

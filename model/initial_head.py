@@ -45,7 +45,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     several into one.
 
     The blocks start from the last E layers, the norm from the final norm, and a separate LM head
-    from the base model's. A block's MLP starts from as many experts of its layer as fit into it.
+    from the base model's. A block's MLP starts from the first experts of its layer that fit.
     """
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if geometry.norm_bias:
@@ -56,7 +56,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
         experts = geometry.of_layer(layer).experts
         for name in _block_shapes(geometry, exit_config):
             parts = [name]
-            if geometry.parallel:  # which has one norm for attention and MLP
+            if geometry.parallel:  # one norm for attention and MLP
                 parts = [name.replace("post_attention_layernorm", "input_layernorm")]
             if experts is not None and name.startswith("mlp."):
                 count = min(experts.count, -(-geometry.intermediate_size // experts.size))
@@ -76,7 +76,7 @@ def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: E
     """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
     Experts stand side by side, as if a token used all of them with the same weight. A narrower MLP
-    takes the first of their rows, and rows that are missing are 0, which adds nothing.
+    takes their first rows. Missing rows are 0, which adds nothing.
     """
     block = _block_shapes(geometry, exit_config)
     shape = block.get(name.partition(".")[2].partition(".")[2])

@@ -1,7 +1,7 @@
 """Quantized weights of a checkpoint. Their levels are kept, or dequantized.
 
 A level ``q`` stands for the weight ``scale * (q - zero_point)``. An int32 holds p levels of
-``32 / p`` bits, the first in the lowest bits. An unsigned level is the signed one plus the middle
+``32 / p`` bits, the first in the lowest bits. An unsigned level is the signed level plus the middle
 of the range. Tensors of a linear layer, by layout:
 
 * GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the
@@ -102,8 +102,8 @@ def packed_tensors(
 def _packed_experts(
     stored: Mapping[str, CheckpointTensor], packing: Packing
 ) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint with MXFP4, with those of all experts apart:
-    ``mlp.experts.0.down_proj.weight`` of ``mlp.experts.down_proj_blocks``."""
+    """The tensors of a checkpoint with MXFP4. Tensors of all experts are split:
+    ``mlp.experts.down_proj_blocks`` gives ``mlp.experts.0.down_proj.weight`` and so on."""
     found: dict[str, CheckpointTensor | PackedTensor] = {}
     for name, levels in stored.items():
         module = name.removesuffix("_blocks")
@@ -142,14 +142,14 @@ class PackedTensor:
 
     Args:
         name: Name of the linear layer.
-        parts: Its tensors by suffix.
+        parts: Tensors of the layer by suffix.
         packing: Layout of the tensors.
 
     Attributes:
         shape: [out, in].
         dtype: Element type of the dequantized weight.
-        quantization: The quantization that keeps the levels of this tensor alone; None: those of
-            all linear weights are kept, or none.
+        quantization: The quantization that keeps the levels of this tensor alone; None if the
+            levels of all linear weights are kept, or none.
 
     Raises:
         EESDError: A tensor is missing or has another shape.

@@ -1,5 +1,5 @@
-"""The storage of a checkpoint's quantized weights, from ``quantization_config`` in the terms of
-several publishers.
+"""Read the storage of a checkpoint's quantized weights from ``quantization_config``, in the formats
+of several publishers.
 
 Only weights are affected. Activations and KV caches keep the engine's element type, even if a
 config wants them quantized.
@@ -83,8 +83,8 @@ _NO_EFFECT = frozenset(
         *("use_cuda_fp16", "use_exllama", "version"),
     )
 )
-"""Fields about the search for levels, the software that computes with them, and other quantized
-parts, or about which layers have levels, which the tensors also show."""
+"""Fields about the search for levels, the software that computes with them, other quantized parts,
+or the layers with levels, which the tensors also show."""
 _FORMATS = {
     ("int", 4, "pack-quantized"): WORDS,
     ("int", 8, "pack-quantized"): WORDS,
@@ -111,7 +111,7 @@ class Packing:
     Attributes:
         layout: One of the layouts above.
         bits: 4 or 8.
-        group: Number of consecutive inputs that share a scale; None: all inputs of an output.
+        group: Number of consecutive inputs that share a scale; None for all inputs of an output.
         symmetric: Whether weights have no zero points, or every zero point is the middle of the
             range.
         offset: Number to add to a stored zero point.
@@ -131,8 +131,8 @@ class Packing:
 
     @property
     def kind(self) -> str:
-        """Element type of the levels. Engines have no ``uint8``, and NVFP4 only with a factor that
-        is a power of two, and MXFP4 only in single tensors."""
+        """Element type of the levels. Engines have no ``uint8``, NVFP4 only with a power of two as
+        the factor, and MXFP4 only in single tensors."""
         integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
         return {FLOATS: FP8, NVFP4: NVFP4, OF_EXPERTS: OF_EXPERTS}.get(self.layout, integers)
 
@@ -235,8 +235,8 @@ def _awq(fields: Fields) -> Packing:
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int | None]:
-    """Numbers of outputs and inputs that share a scale; 1 and None if there is one scale for each
-    output, or for the whole weight."""
+    """Numbers of outputs and inputs that share a scale; 1 and None if each output, or the whole
+    weight, has one scale."""
     block = fields.take(name, None)
     if block is None:
         return 1, None

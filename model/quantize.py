@@ -4,8 +4,8 @@ uint4, a minimum.
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
 * ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
-  With 16-bit scales, all blocks of an output have the scale of its largest weight, because only
-  then TensorRT-RTX multiplies by int8 weights directly.
+  With 16-bit scales, all blocks of an output have the scale of its largest weight, because
+  TensorRT-RTX multiplies by int8 weights directly only then.
 * ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
@@ -16,8 +16,8 @@ uint4, a minimum.
   block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
 With four bits, clipping the largest weights of a block can be better than coarse levels for all,
-hence the search: each candidate is rounded, and gets the scale and the minimum that fit its levels
-best in closed form.
+hence the search: each candidate is rounded, and then gets the scale and the minimum that fit its
+levels best, in closed form.
 
 The order of additions depends neither on the number of weights nor on the processor, so levels are
 the same everywhere.
@@ -57,8 +57,8 @@ _NEARBY = (0.96, 1.04)
 _FP8_LARGEST = 448.0
 _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
-"""Levels for a block's largest weight: there are no numbers between 4 and 6, which hurts some
-blocks."""
+"""Candidate levels for a block's largest weight: there are no levels between 4 and 6, which hurts
+some blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
 """Bounds between neighbouring levels: a magnitude belongs to the nearest level."""
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}
@@ -133,7 +133,7 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
 
 
 def shares_scales(kind: str, dtype: str) -> bool:
-    """Whether all blocks of an output have one scale."""
+    """Whether all blocks of an output share one scale."""
     return kind == FP8 or (kind == "int8" and dtype != "float32")
 
 
@@ -178,11 +178,11 @@ def quantize_blocks(
 
 
 def _float8(values: Floats) -> NDArray[np.uint8]:
-    """The bits of the nearest numbers of FP8, for values from -448 to 448. The result is that of
+    """The bits of the nearest FP8 numbers, for values from -448 to 448. The results equal those of
     ml_dtypes, in a fraction of the time.
 
     From 2 ** -6 on, whose bits are 8, FP8 has the upper bits of a float32 with another exponent.
-    Below, its bits count units of 2 ** -9.
+    Below that, the bits count units of 2 ** -9.
     """
     sizes = np.abs(values)
     bits = sizes.view(np.int32)
@@ -313,7 +313,7 @@ class _MinimumSearch:
     """Search of scales and minimums for blocks [count, 32, out] as uint4, with the levels 0 .. 15.
 
     Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
-    error of the stored values. The first one maps the block's least and largest weight to the
+    error of the stored values. The first candidate maps the block's least and largest weight to the
     levels 0 and 15, so weights that were quantized this way before get the same levels.
     """
 
@@ -355,7 +355,7 @@ class _MinimumSearch:
 
     def _choose_levels(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
         """Choose the nearest levels for scales and minimums rounded to float16. Returns the rounded
-        ones."""
+        scales and minimums."""
         scale, minimum = (
             np.clip(values, least, LARGEST).astype(np.float16).astype(np.float32)
             for values, least in ((scale, 0), (minimum, -LARGEST))
@@ -366,7 +366,7 @@ class _MinimumSearch:
         return scale, minimum
 
     def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-        """The scales and minimums with the least squared error for the levels from these."""
+        """The scales and minimums with the least squared error for the levels chosen from these."""
         scale, _ = self._choose_levels(scale, minimum)
         count = self._blocks.shape[1]
         levels = self._levels

@@ -1,9 +1,9 @@
 """Quantized weights in their stored form: levels, scales, zero points and minimums.
 
-A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the
-layout of ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the
-weight ``scale * (q - zero_point) + minimum``. Zero points occur only in checkpoints that were
-quantized before.
+A block is 32 consecutive inputs of one output. Weights are stored as [in, out], the layout of
+ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight
+``scale * (q - zero_point) + minimum``. Zero points occur only in checkpoints that were quantized
+before.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _VALUES = {
     FP4: np.concatenate((FP4_LEVELS, -FP4_LEVELS)),
     FP8: np.arange(256).astype(np.uint8).view(FLOAT8).astype(np.float32),
 }
-"""Values by their codes."""
+"""Values of levels by their codes."""
 
 
 class Quantized(NamedTuple):
@@ -35,7 +35,7 @@ class Quantized(NamedTuple):
         zeros: The bytes of the zero points [in / block, out], packed like the levels; None if all
             are zero.
         minimums: Minimums [in / block, out] in the type of the scales; None if all are zero.
-        factor: Factor of all scales, []: a power of two, so that nothing is rounded. None: 1.
+        factor: Factor of all scales, []: a power of two, so that nothing is rounded; None for 1.
 
     For an embedding table, all are transposed: levels [out, in], scales and minimums
     [out, in / block].
@@ -110,7 +110,7 @@ def _packed_part(
     stored: Bytes, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
 ) -> Bytes:
     """Some rows and columns of a packed tensor, packed. If a column begins within a byte, the
-    tensor is unpacked for this."""
+    tensor is unpacked first."""
     step = 8 // bits
     if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
         values = fields(stored)[: shape[0] * shape[1]].reshape(shape)
@@ -122,7 +122,7 @@ def _packed_part(
 
 
 def pack(values: Bytes, bits: int) -> Bytes:
-    """Pack unsigned values, or signed ones in two's complement, of 4 or 8 bits into bytes.
+    """Pack unsigned values, or signed values in two's complement, of 4 or 8 bits into bytes.
 
     Args:
         values: Bytes of any shape, in the order of the stored tensor.
@@ -138,7 +138,7 @@ def pack(values: Bytes, bits: int) -> Bytes:
 
 
 def fields(packed: Bytes) -> Bytes:
-    """The 4-bit numbers in bytes, that of the low half first."""
+    """The 4-bit numbers in bytes, the low half first."""
     found = np.empty((len(packed), 2), np.uint8)
     np.bitwise_and(packed, 15, out=found[:, 0])
     np.right_shift(packed, 4, out=found[:, 1])

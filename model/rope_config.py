@@ -24,7 +24,7 @@ class Rope:
         scaling: Scaling of the frequencies, or None.
         positions: Number of positions that the model supports with constant frequencies: keys in
             the KV cache must stay valid when a text grows.
-        rotated: Pairs of values of a head that are rotated; 0: all.
+        rotated: Number of pairs of a head's values that are rotated; 0 for all.
         notices: Sentences about values that are ignored.
     """
 
@@ -91,7 +91,7 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
 
 
 def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
-    """Pairs of values of a head that are rotated; 0: all."""
+    """Number of pairs of a head's values that are rotated; 0 for all."""
     part = own.number(
         "partial_rotary_factor",
         fields.take("partial_rotary_factor", family.partial_rotary or 1.0),

@@ -2,7 +2,7 @@
 transformers.
 
 Powers, cosines and sines are the float32 numbers nearest to the exact values. Those of torch, and
-so transformers' tables, are sometimes off by one.
+so the tables of transformers, are sometimes off by one unit in the last place.
 """
 
 import math
@@ -73,7 +73,7 @@ def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
 
 
 def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
-    """Slow down the frequencies [D/2] of long waves, keep those of short ones, and blend between.
+    """Lower the frequencies [D/2] of long waves, keep those of short waves, and blend in between.
 
     In torch, a number divided by a tensor is the number times the rounded reciprocal.
     """

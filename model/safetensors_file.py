@@ -156,7 +156,7 @@ def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
         raise EESDError(
             f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again."
         )
-    # Tensors of other types cannot be read, and do no harm otherwise.
+    # Tensors of other types cannot be read, but do no harm.
     wrong = stored in DTYPES and end - start != prod(shape) * NUMPY_TYPES[DTYPES[stored]].itemsize
     if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
         raise EESDError(

@@ -15,7 +15,7 @@ class Whole(NamedTuple):
     Attributes:
         architecture: Class in transformers.
         text: Possible types of its text model. The first is the default.
-        defaults: Defaults of the text model's fields for which the family has none.
+        defaults: Defaults of the text model's fields that the family has no default for.
     """
 
     architecture: str
@@ -38,7 +38,7 @@ WHOLES = {
 _TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.)|language_model\.(?=lm_head\.)"
 )
-"""Prefix of the text model's tensors. transformers 4 and 5 write different ones."""
+"""Prefix of the text model's tensors. transformers 4 and 5 write different prefixes."""
 _OF_ALL_PARTS = (
     *("dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
     *("quantization_config", "compression_config", "transformers_weights"),
@@ -47,8 +47,8 @@ _OF_ALL_PARTS = (
 
 
 def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's fields of a ``config.json``, and the class of the whole. For a text model:
-    all fields, and an empty name.
+    """The text model's fields in a ``config.json``, and the class of the whole model. For a text
+    model, all fields and an empty name.
 
     Raises:
         ValueError: The text model has another type, or there is none.

@@ -1,4 +1,4 @@
-"""The tokenizer of a model as transformers loads it, in files that need no transformers.
+"""Write the tokenizer of a model, as transformers loads it, to files that need no transformers.
 
 transformers does not always use ``tokenizer.json`` unchanged: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes add special tokens, and some
@@ -106,11 +106,11 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
 
     Returns:
         Contents of ``tokenizer.json``, ``tokenizer_config.json`` and, if the model has a template,
-        ``chat_template.jinja``, by name. Nothing if it has no tokenizer.
+        ``chat_template.jinja``, by name. Empty if it has no tokenizer.
 
     Raises:
         EESDError: The tokenizer cannot be loaded, needs transformers, which is not installed, or is
-            not one of the tokenizers library; or a GGUF file's tokenizer is of an unknown kind.
+            not of the tokenizers library; or a GGUF file's tokenizer is of an unknown kind.
     """
     if model.is_file():
         file = read_gguf(model)
@@ -135,7 +135,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     }
     if "tool_use" not in templates:
         return _files(loaded.backend, config, templates.get("default"))
-    # A separate template is for messages with tools.
+    # Messages with tools have a separate template.
     config["chat_template"] = [
         {"name": name, "template": source} for name, source in templates.items()
     ]
@@ -166,7 +166,7 @@ def _of_tekken(model: Path) -> _Loaded:
 
 
 def _templates_of_gguf(file: GgufFile) -> dict[str, str]:
-    """The default template, and that for messages with tools."""
+    """The default template, and the template for messages with tools."""
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     found = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
     other = next((keys[name] for name, text in found.items() if not isinstance(text, str)), None)
@@ -324,7 +324,7 @@ def _token(value: Any) -> _Token | None:
 def _special_tokens(
     model: Path, config: dict[str, Any], added: dict[int, AddedToken]
 ) -> tuple[dict[str, _Token | None], list[_Token]]:
-    """The named special tokens in the files, and the others."""
+    """The named special tokens in the files, and all other special tokens."""
     names = {name for name in config if name.endswith("_token")}
     _require(config.keys() <= _INERT | _READ | names)
     _require(isinstance(config.get("split_special_tokens", False), bool))

@@ -1,5 +1,5 @@
-"""The table of operations that computes with torch, over static KV caches: for training, checking
-and the torch engine.
+"""The operations of the model in torch, over static KV caches: for training, checking and the torch
+engine.
 
 Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values
 of its ``n`` new tokens at ``write_indices``, and attention sees all S slots through an additive
@@ -37,12 +37,12 @@ from eesd.common.quantization import EXIT_HEAD
 from eesd.common.weights import INPUTS, split_side
 
 EVEN_ROWS = 4
-"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple
-of this. So a row is there several times where bits shall not depend on other tokens."""
+"""On the CPU, torch's float32 products add in another order unless the number of rows is a multiple
+of this. So rows are repeated if bits must not depend on other tokens."""
 KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 Add = Callable[[Tensor], Tensor]
-"""Adds the parts of all ranks in their order, given this rank's. Each rank gets the sum."""
+"""Adds the parts of all ranks in their order, given this rank's part. Each rank gets the sum."""
 
 
 @dataclass
@@ -50,26 +50,26 @@ class Inputs:
     """The inputs of a pass that all layers share.
 
     Attributes:
-        cos: Rotary table [S, D/2], and where sliding layers have one of their own, that beside it:
-            [S, D].
+        cos: Rotary table [S, D/2]; [S, D] with a second table beside it if sliding layers have
+            their own.
         sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
-        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does
-            not. Kernels that derive it use only its shape.
-        logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every
-            sequence. None: all of them.
-        tree: For these kernels, if the tokens may be a tree: each sees the slots below a number
-            [B], and of those from there on where it has a 1 in [B, n, width]. None: each sees the
-            slots up to its own.
-        whole: Whether the pass has its sequences from their first tokens on, and each token sees
-            those up to itself. It uses neither caches nor a mask then, and GPUs have fast kernels
-            for such an attention.
-        near: The same inputs for sliding layers, once one has asked for them.
-        query_mask: The mask with a row for each query that a KV head gets, once a layer has asked
-            for it.
-        ancestors: Slots [B, n] of the tokens that each token follows, from its parent on, as far
-            as a layer has asked for them.
+        attn_mask: Additive mask [B, 1, n, S]: 0 if a token sees a slot, -30000 if not. Kernels that
+            derive the mask use only its shape.
+        logit_rows: Indices [R] of the n tokens that get logits from verify, the same in every
+            sequence; None for all tokens.
+        tree: For kernels that derive the mask, if the tokens may be a tree: a number [B], below
+            which each token sees all slots, and for the following slots 1 in [B, n, width] where it
+            sees them. None if each token sees the slots up to its own.
+        whole: Whether the pass has whole sequences from their first tokens on, in which each token
+            sees the tokens up to itself. It then uses neither caches nor a mask, and GPUs have fast
+            kernels for this attention.
+        near: The same inputs for sliding layers, made by the first call of :meth:`within`.
+        query_mask: The mask with a row for each query of a KV head, made by the first call of
+            :meth:`folded`.
+        ancestors: Slots [B, n] of each token's ancestors, from its parent on, as far as layers have
+            needed them.
     """
 
     cos: Tensor
@@ -85,16 +85,15 @@ class Inputs:
     ancestors: list[Tensor] = field(default_factory=list, repr=False)
 
     def anew(self) -> "Inputs":
-        """These inputs without what layers have made of them."""
+        """These inputs without the values that layers have derived from them."""
         return replace(self, near=None, query_mask=None, ancestors=[])
 
     def within(self, window: int) -> "Inputs":
-        """These inputs for layers whose tokens see ``window`` tokens, their own included: made
+        """These inputs for layers whose tokens see ``window`` tokens, including themselves. Made
         once, and kept in ``near``.
 
-        The slots of tokens that a round has not committed are behind the window of none of its
-        nodes, as long as the window is longer than a round: so a slot's number stands for its
-        position, wherever a node of a tree lies.
+        A round's uncommitted slots are within the window of each of its nodes, because the window
+        is longer than a round. So a slot's number can serve as its position, also in a tree.
         """
         if self.near is None:
             hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
@@ -104,7 +103,8 @@ class Inputs:
 
     def folded(self, group: int) -> Tensor:
         """The mask [B, 1, group n, S] of layers that fold the ``group`` query heads of a KV head
-        into its queries, [B, KV, group n, D]: made once. One attention then reads each cache once.
+        into its queries, [B, KV, group n, D]. Made once. Such an attention reads each cache only
+        once.
         """
         if self.query_mask is None:
             self.query_mask = self.attn_mask.repeat(1, 1, group, 1)
@@ -117,18 +117,18 @@ class Inputs:
 
 
 def numbers(x: Tensor, axis: int) -> Tensor:
-    """0, 1, ... for the places of a tensor along an axis, int64."""
+    """0, 1, ... along an axis of a tensor, int64."""
     return torch.arange(x.shape[axis], device=x.device)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """Values between -cap and cap: those near 0 stay, nearly. 0 is no cap."""
+    """Limit values smoothly to between -cap and cap. A cap of 0 means no cap."""
     return x if not cap else cap * torch.tanh(x / cap)
 
 
 def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
-    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. The two
-    halves of D are rotated."""
+    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. Values of
+    the two halves of D rotate in pairs."""
     half = x.shape[-1] // 2
     columns = slice(half, 2 * half) if local else slice(0, half)
     tables = (table[:, columns] for table in (inputs.cos, inputs.sin))
@@ -141,9 +141,8 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots
     ``write_indices`` [B] on.
 
-    Without autograd the cache is written in place, as engines do it: a copy would move all S slots
-    for n tokens. With autograd a copy is returned, because the backward pass may need the old
-    content.
+    Without autograd the cache is written in place, as in engines: a copy would move all S slots for
+    n tokens. With autograd a copy is returned, because the backward pass may need the old content.
     """
     slots = write_indices[:, None] + numbers(new, 2)
     if torch.is_grad_enabled():
@@ -161,8 +160,8 @@ def attend(
     geometry: Geometry,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D];
-    [B, H, n, D]. Torch reads only as many of the first slots as the mask has columns.
+    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D].
+    Returns [B, H, n, D]. Only the first slots are read, one for each column of the mask.
 
     Heads are always folded, because torch's own grouped attention repeats the caches for every
     head. Torch computes a single query in another order than several, so its engine pads calls to
@@ -171,7 +170,7 @@ def attend(
     kv_heads = keys.shape[1]
     folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
     mask = inputs.folded(q.shape[1] // kv_heads)
-    if sinks is not None:  # for each of the folded queries
+    if sinks is not None:  # repeat them for the folded queries
         sinks = sinks[:, None].expand(-1, q.shape[2]).reshape(kv_heads, -1, 1)
     return _attention(folded, keys, values, mask, geometry, sinks).reshape(q.shape)
 
@@ -184,14 +183,14 @@ def _attention(
     geometry: Geometry,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One attention operator, with as many heads in q as in the caches or a multiple of them.
+    """One attention operator. The number of heads in q is a multiple of that in the caches.
     ``sinks`` [heads, n or 1, 1] are further scores, whose values are 0."""
     scale = geometry.score_scale
     cap = geometry.attention_cap
     slots = mask.shape[3]
     keys = keys[:, :, :slots]
     values = values[:, :, :slots]
-    if cap or sinks is not None:  # torch's attention has none
+    if cap or sinks is not None:  # torch's attention supports neither
         scores = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float()
         if sinks is not None:
             beside = sinks.float().expand(*scores.shape[:3], 1)
@@ -209,8 +208,8 @@ def attend_whole(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Grouped-query attention of whole sequences, each token to those up to itself, or to
-    ``window`` of them."""
+    """Grouped-query attention of whole sequences. Each token attends to the tokens up to itself, or
+    to the last ``window`` of them."""
     if not (geometry.attention_cap or window or geometry.sinks):
         scale = geometry.attention_scale or None
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
@@ -228,10 +227,10 @@ class TorchOperations:
 
     Attributes:
         model: The model.
-        module: Gives a module by its name in the description.
-        inputs: The inputs of the pass. None: nothing is computed that needs other tokens.
-        caches: The caches by their indices: at the end the written ones.
-        add_ranks: Adds the parts of all ranks; None: one process has all weights.
+        module: Returns a module by its name in the description.
+        inputs: The inputs of the pass; None if no operation needs other tokens.
+        caches: The caches by their indices. Operations replace them by the written caches.
+        add_ranks: Adds the parts of all ranks; None if one process has all weights.
         wide: Whether logits without a cap become float32.
     """
 
@@ -288,7 +287,7 @@ class TorchOperations:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
-        """The activated gate times up, which stand side by side in y."""
+        """The activated gate times up. Both are in y, side by side."""
         gate, up = y.chunk(2, -1)
         if activation == "clamped":
             gate = gate.clamp_max(CLAMP)
@@ -306,15 +305,15 @@ class TorchOperations:
     ) -> Tensor:
         x = self.norm(x, norm) if norm else x
         shares = self.shares(x, block, mixture)
-        # Where the host must not wait for what is chosen.
+        # On a GPU, the host must not wait for the choice of experts.
         compute = self.on_all if x.is_cuda else self.on_chosen
         y = compute(x, shares, block, mixture)
         y = self.add_ranks(y) if self.add_ranks else y
         return self.add(residual, y, name) if residual else y
 
     def shares(self, x: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The weights of the experts, in the type of x: [B, n, E], 0 where a token does not use
-        one."""
+        """The weights of the experts [B, n, E], in the type of x; 0 for an expert that a token does
+        not use."""
         experts = block.geometry.experts
         assert experts is not None
         shares = self.linear(x, [mixture.router]).float().softmax(-1)
@@ -324,10 +323,10 @@ class TorchOperations:
         return torch.zeros_like(shares).scatter(-1, indices, chosen).to(x.dtype)
 
     def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The sum of the experts, each of which runs on all tokens.
+        """The weighted sum of the experts, each of which runs on all tokens.
 
-        Its inputs are 0 where a token does not use it, and so are its outputs, whatever the type's
-        range is.
+        An expert's inputs are 0 for tokens that do not use it. So its outputs are 0, and never
+        exceed the range of the type.
         """
         y = torch.zeros_like(x)
         for expert, share in zip(mixture.experts, torch.split(shares, 1, -1), strict=True):
@@ -335,7 +334,7 @@ class TorchOperations:
         return y
 
     def on_chosen(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The same, but each expert runs on the tokens that use it."""
+        """The same sum, but each expert runs only on the tokens that use it."""
         given = x.flatten(0, -2)
         shares = shares.flatten(0, -2)
         y = torch.zeros_like(given)
@@ -352,7 +351,7 @@ class TorchOperations:
         return self.linear(gated, [down])
 
     def add(self, residual: Sequence[Tensor], y: Tensor, name: str) -> Tensor:
-        """The first, y, and the others."""
+        """The sum of the first residual, y, and the other residuals, in this order."""
         return reduce(torch.add, residual[1:], residual[0] + y)
 
     def split(self, x: Tensor, sizes: Sequence[int], names: Sequence[str]) -> Sequence[Tensor]:
@@ -393,8 +392,8 @@ class TorchOperations:
         return self.norm(x, own) if geometry.qk_norm_rotated else x
 
     def _inputs(self, block: Block | None = None) -> Inputs:
-        """The inputs of a block. Those of EAGLE-3 have its own tables, and a mask that hides the
-        first slot from all but its own token."""
+        """The inputs of a block. A block of EAGLE-3 has its own tables, and a mask that hides the
+        first slot from all tokens but the first."""
         inputs = self.inputs
         assert inputs is not None
         if block is None or block.eagle is None:
@@ -419,7 +418,7 @@ class TorchOperations:
         return x
 
     def _write_states(self, x: Tensor, indices: range) -> None:
-        """Write keys, then values, of one cache after another."""
+        """Write states into caches: the keys, then the values, of each cache in turn."""
         geometry = self.model.geometry
         whole = pad(x, (0, len(indices) * self.model.state_width - x.shape[2]))
         heads = whole.view(*x.shape[:2], -1, geometry.head_dim).transpose(1, 2)
@@ -428,7 +427,7 @@ class TorchOperations:
             self._write(index, keys, values)
 
     def convolution(self, x: Tensor, block: Block, name: str) -> Tensor:
-        """Sums are of float32, from the earliest token on."""
+        """Sum in float32, from the earliest token on."""
         gate, gate_behind, given = x.chunk(3, -1)
         state = gate * given
         taps = block.geometry.taps
@@ -449,7 +448,7 @@ class TorchOperations:
         return gate_behind * total.to(x.dtype)
 
     def carry_state(self, name: str) -> Tensor:
-        """[B, 1, 2 KV D]; zero where there is no token before."""
+        """Returns [B, 1, 2 KV D]; zeros if there is no token before."""
         inputs = self._inputs()
         [index] = self.model.state_caches
         count = inputs.position_ids.shape[1]
@@ -460,7 +459,7 @@ class TorchOperations:
         return torch.cat((keys, values), 1).transpose(1, 2).flatten(2)
 
     def parent_state(self, name: str, written: Tensor | None = None) -> Tensor:
-        """What was written is in the caches."""
+        """Read the states from the caches, which have the ``written`` ones, too."""
         return self._read_states(self._ancestors(1), self.model.state_caches)
 
     def _read_states(self, slots: Tensor, indices: range) -> Tensor:
@@ -471,8 +470,7 @@ class TorchOperations:
         return torch.where((slots >= 0)[..., None], states, 0)
 
     def _ancestors(self, distance: int) -> Tensor:
-        """The slots [B, n] of the tokens that each token follows, so many before it; -1: there is
-        none."""
+        """The slots [B, n] of each token's ancestor at this distance; -1 if there is none."""
         inputs = self._inputs()
         slots = numbers(self._inputs().attn_mask, 3)
         found = inputs.ancestors
@@ -492,6 +490,6 @@ class TorchOperations:
 
 
 def _read(cache: Tensor, slots: Tensor) -> Tensor:
-    """What lies in slots [B, n] of a cache [B, KV, S, D]: [B, KV, n, D]."""
+    """The values [B, KV, n, D] in slots [B, n] of a cache [B, KV, S, D]."""
     at = slots[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
     return torch.gather(cache, 2, at)

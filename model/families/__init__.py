@@ -1,4 +1,4 @@
-"""The families that can be read: one file each, which says what its models have of their own."""
+"""The supported families, one file each, with the differences of its models from Llama."""
 
 from eesd.model.families.apertus import APERTUS
 from eesd.model.families.arcee import ARCEE
@@ -74,4 +74,4 @@ _DENSE = (
 )
 _MIXED = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
-"""By ``model_type``."""
+"""Families by ``model_type``."""

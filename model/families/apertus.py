@@ -30,7 +30,7 @@ ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""``rope_parameters`` where a config does not say."""
+"""Default of ``rope_parameters``."""
 NAMES = {
     "attention_layernorm": "input_layernorm",
     "feedforward_layernorm": "post_attention_layernorm",
@@ -52,7 +52,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
 
 
 def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors with a block's factors of xielu as one."""
+    """Join the tensors of a block's factors of xielu."""
     found = renamed(tensors, NAMES)
     for name, above in tensors.items():
         prefix = name.removesuffix(".alpha_p")
@@ -72,7 +72,7 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
 
 
 def _factors(below: StoredTensor, above: Array) -> Array:
-    """The factors above and below 0: the stored numbers are their logarithms, nearly."""
+    """The factors above and below 0. The stored numbers are roughly their logarithms."""
     stored = np.concatenate([above.reshape(-1), to_float32(below.read()).reshape(-1)])
     factors: Array = np.logaddexp(0, stored) + np.array([0, XIELU_SLOPE])
     return factors.astype(np.float32)

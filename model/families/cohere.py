@@ -1,5 +1,6 @@
 """Cohere and Cohere 2: LayerNorms without biases, and attention and MLP side by side. The rotary
-embedding pairs neighbouring values. Cohere 2 has a window in most layers, and rotates no others."""
+embedding pairs neighbouring values. Cohere 2 has a window in most layers; its other layers do not
+rotate."""
 
 from dataclasses import replace
 from math import frexp
@@ -27,7 +28,7 @@ NO_EFFECT = (
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
-    """The parts of both. The final norm has the factor of the logits."""
+    """The parts that both share. The final norm takes the factor of the logits."""
     if fields.take("use_qk_norm", None):
         raise ValueError("use_qk_norm is not supported; its norms differ between heads")
     fields.taken |= {*NO_EFFECT}

@@ -19,7 +19,7 @@ ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""``rope_parameters`` where a config does not say."""
+"""Default of ``rope_parameters``."""
 
 
 def _rope_fields(fields: Fields) -> Fields:

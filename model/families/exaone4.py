@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP, and of queries and keys. With a window, layers without
-one do not rotate."""
+"""EXAONE 4: norms after attention and MLP, and of queries and keys. If some layers have a window,
+the other layers do not rotate."""
 
 from eesd.common.geometry import SLIDING, UNROTATED
 from eesd.model.families.olmo2 import tensors_of_olmo
@@ -16,7 +16,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         if "sliding_attention" in (types or ()):
             raise ValueError("layer_types has sliding_attention, but there is no sliding window")
         return Own(parts)
-    if types is None:  # transformers reads a pattern of letters nowhere
+    if types is None:  # transformers never reads a pattern of letters
         pattern = fields.integer("sliding_window_pattern", 4)
         types = [LAYER_TYPES[bool((layer + 1) % pattern)] for layer in range(sizes.layers)]
     kinds = tuple(SLIDING if one == "sliding_attention" else UNROTATED for one in types)

@@ -1,4 +1,4 @@
-"""Gemma: norms whose weights are stored less 1, GeGLU, and scaled embeddings."""
+"""Gemma: norms with weights stored minus 1, GeGLU, and scaled embeddings."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from eesd.model.fields import Fields
 
 
 def take_gemma(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    """The parts that all of Gemma share."""
+    """The parts that all versions of Gemma share."""
     if fields.take("use_bidirectional_attention", None):
         raise ValueError(
             "use_bidirectional_attention is not supported; a token must see only those before it"
@@ -54,7 +54,7 @@ GEMMA = Family(
     head_dim=256,
     tied=True,
     activation=("hidden_act", "gelu_pytorch_tanh"),
-    activation_names={"gelu": "gelu_tanh"},  # what the first configs say
+    activation_names={"gelu": "gelu_tanh"},  # the name in the first configs
     own=_own,
     tensors=whole_norms,
     gguf=Gguf("gemma", tensors=as_stored),

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms behind attention and MLP, caps, and a window in every other layer."""
+"""Gemma 2: Gemma with norms after attention and MLP, caps, and a window in every other layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +27,8 @@ NAMES = {
 
 
 def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[str, Any]:
-    """The parts that Gemma 2 and 3 share, with the logits' cap where a config does not say."""
-    fields.take("hidden_act", None)  # transformers reads hidden_activation alone
+    """The parts that Gemma 2 and 3 share. ``final_cap`` is the default cap of logits."""
+    fields.take("hidden_act", None)  # transformers reads only hidden_activation
     if sizes.hidden % fields.integer("num_attention_heads"):
         raise ValueError(
             "num_attention_heads does not divide hidden_size, which transformers refuses"
@@ -41,7 +41,7 @@ def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[st
 
 
 def take_cap(fields: Fields, name: str, default: float | None) -> float:
-    """A cap; null is none."""
+    """A cap; null means no cap."""
     return 0.0 if fields.take(name, default) is None else take_positive(fields, name, default)
 
 
@@ -63,12 +63,12 @@ GGUF_NAMES = {
     "post_attention_norm": NAMES["post_attention_layernorm"],
     "post_ffw_norm": NAMES["post_feedforward_layernorm"],
 }
-"""llama.cpp's names of the norms behind. It stores norms' whole weights."""
+"""llama.cpp's names of the norms after attention and MLP. It stores whole weights of norms."""
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
-    """``query_pre_attn_scalar``: llama.cpp knows by the number of layers which model has heads of
-    another size for it."""
+    """``query_pre_attn_scalar``. llama.cpp recognizes by the number of ``layers`` the model whose
+    scalar is not the size of a head."""
     whole: int = raw["hidden_size"] // raw["num_attention_heads"]
     return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
 

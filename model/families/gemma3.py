@@ -1,4 +1,4 @@
-"""Gemma 3, text: as Gemma 2 without caps, with norms of queries and keys, and a rotary base of
+"""Gemma 3, text: Gemma 2 without caps, with norms of queries and keys, and another rotary base in
 layers with a window."""
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     types = take_layer_types(fields, sizes.layers)
     if types is None:
         types = [LAYER_TYPES[bool((layer + 1) % pattern)] for layer in range(sizes.layers)]
-    fields.take("_sliding_window_pattern", None)  # which transformers writes, but does not read
-    fields.take("attn_logit_softcapping", None)  # transformers has the field, and no cap
+    fields.take("_sliding_window_pattern", None)  # transformers writes it, but does not read it
+    fields.take("attn_logit_softcapping", None)  # transformers has the field, but no cap
     kinds = take_kinds(fields, types)
     local = local_theta(fields, fields.number("rope_local_base_freq", LOCAL_THETA), kinds)
     parts = take_parts(fields, sizes, None) | kinds | {"qk_norm": True}

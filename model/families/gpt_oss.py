@@ -42,7 +42,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""``rope_parameters`` where a config does not say."""
+"""Default of ``rope_parameters``."""
 WINDOW = 128
 EXPERTS = ".mlp.experts."
 PARTS = ("gate_proj", "up_proj")
@@ -72,14 +72,14 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         "activation": "clamped",
         "wide_norms": True,
         "experts": Experts(count, used, size, normed=True, bias=True),
-        # Nothing has this size but the exit head: what a token uses.
+        # Only an exit head has this size: the experts that a token uses.
         "intermediate_size": used * size,
     }
     return Own(parts | take_kinds(fields, types, WINDOW))
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with those of all experts apart."""
+    """Split the tensors of experts, and rename the router."""
     found: Tensors = {}
     for name, tensor in renamed(tensors, {"mlp.router": ROUTER}).items():
         if name.endswith(f".{SINKS}"):
@@ -92,7 +92,7 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _experts(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The parts of a tensor of experts: of one with the levels of MXFP4, or of all."""
+    """The parts of a tensor: of one expert with the levels of MXFP4, or of all experts."""
     before, _, module = name.partition(EXPERTS)
     levels = re.fullmatch(r"(\d+)\.(gate_up_proj|down_proj)\.weight", module, re.ASCII)
     if levels:
@@ -140,7 +140,7 @@ def _columns(columns: NDArray[np.int64], values: Array) -> Array:
 def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
     counts = gguf_counts(own, expert_feed_forward_length="intermediate_size")
     window = own.integer("attention.sliding_window", WINDOW)
-    # A file without a scaling has none.
+    # Without a scaling in the file, frequencies are not scaled.
     rope = raw["rope_scaling"] or {"rope_type": "default"}
     return counts | {"sliding_window": window, "rope_scaling": rope}
 

@@ -1,14 +1,14 @@
-"""Granite (dense): four factors. None costs a step: each becomes a part of something that the
-decoder has.
+"""Granite (dense): four factors. None costs an operation, because each is merged into a part that
+the decoder has.
 
 * ``attention_multiplier`` is the scale of attention.
-* ``residual_multiplier`` m: all that is added to x is multiplied by m. The decoder computes x / m,
-  to which the same is added as it is. Norms give the same of x and of x / m with an epsilon of
-  ``eps / m ** 2``.
-* ``embedding_multiplier`` is then divided by m. The table itself stays as it is: the LM head is
-  often tied to it.
-* ``logits_scaling`` divides the final norm's weight. Of powers of two, as in all published models,
-  this is exact; of others norms are float32 in every directory.
+* ``residual_multiplier`` m multiplies everything that is added to x. The decoder computes x / m, to
+  which the same values are added without m. Norms of x / m with an epsilon of ``eps / m ** 2``
+  equal those of x.
+* ``embedding_multiplier`` is then divided by m. The table itself is unchanged, because the LM head
+  is often tied to it.
+* ``logits_scaling`` divides the final norm's weight. For powers of two, as in all published models,
+  this is exact; for other values, norms are float32 in every directory.
 """
 
 from math import frexp

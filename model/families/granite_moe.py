@@ -1,4 +1,4 @@
-"""Granite 3 with experts in each layer, and perhaps an expert that every token uses."""
+"""Granite 3 with experts in each layer, and optionally an expert that every token uses."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     own = take_factors(fields, sizes)
-    # Nothing has this size but the exit head: what a token uses.
+    # Only an exit head has this size: the experts that a token uses.
     parts = {
         "intermediate_size": used * size + shared,
         "experts": Experts(count, used, size, normed=True, shared=shared),

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in most layers, in the others attention with norms of queries and
+"""LFM2: short convolutions in most layers, and in the rest attention with norms of queries and
 keys."""
 
 import re
@@ -14,7 +14,7 @@ from eesd.model.fields import Fields
 from eesd.model.safetensors_file import CheckpointTensor
 
 INNER = 12288
-"""``intermediate_size`` where a config does not say."""
+"""Default of ``intermediate_size``."""
 NO_EFFECT = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
     *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
@@ -36,7 +36,7 @@ NAMES = {
 
 
 def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
-    """The part for the kinds of layers."""
+    """The part of the geometry for the kinds of layers."""
     types = take_layer_types(fields, layers, KINDS)
     attends = fields.take("full_attn_idxs", None)
     if types is None and attends is not None:
@@ -50,7 +50,7 @@ def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def _intermediate(fields: Fields) -> int:
-    """The intermediate size, which may be two thirds of what the config says, rounded up."""
+    """The intermediate size, which may be two thirds of the config's value, rounded up."""
     size: int = fields.integer("block_ff_dim", fields.integer("intermediate_size", INNER))
     factor = fields.number("block_ffn_dim_multiplier", 1.0, optional=True)
     step: int = fields.integer("block_multiple_of", 256)
@@ -84,7 +84,7 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    """The converter writes the intermediate size that counts."""
+    """Fields for a GGUF file. Its converter writes the adjusted intermediate size."""
     heads = own.take("attention.head_count_kv")
     found = {
         "conv_L_cache": own.integer("shortconv.l_cache"),
@@ -96,7 +96,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors with names of the decoder. The file leaves out a dimension of convolutions."""
+    """Rename the tensors to the decoder's names. The file leaves out a dimension of
+    convolutions."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         part = re.fullmatch(r"blk\.(\d+)\.shortconv\.(\w+)\.weight", name, re.ASCII)

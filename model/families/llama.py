@@ -7,8 +7,7 @@ from eesd.model.fields import Fields
 
 
 def take_llama(fields: Fields, sizes: Sizes, biased: bool = False) -> Own:
-    """The parts that Llama's fields choose. ``biased``: whether there are biases if a config does
-    not say."""
+    """The parts that Llama's fields choose. ``biased`` is the default for biases."""
     biases = (fields.flag(name, biased) for name in ("attention_bias", "mlp_bias"))
     return _llama(fields, sizes, *biases)
 
@@ -20,8 +19,8 @@ def _llama(fields: Fields, sizes: Sizes, bias: bool, mlp_bias: bool) -> Own:
         raise ValueError(
             f"layer_types is {shown(kinds)}, which is not supported; all layers have full attention"
         )
-    # The window of a Llama config is in no mask of transformers, but its KV cache forgets what lies
-    # before it.
+    # transformers ignores the window of a Llama config in masks, but its KV cache drops the tokens
+    # before the window.
     biases = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": mlp_bias}
     return Own(biases, take_window(fields))
 
@@ -38,7 +37,7 @@ LLAMA = Family(
 
 
 def _internlm3(fields: Fields, sizes: Sizes) -> Own:
-    """InternLM3 has other names for two fields. transformers takes either."""
+    """Read InternLM3's two fields with other names. transformers accepts both names."""
     bias = _either(fields, "qkv_bias", "attention_bias")
     mlp_bias = _either(fields, "bias", "mlp_bias")
     if bias != mlp_bias:

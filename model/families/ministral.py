@@ -1,5 +1,5 @@
 """Ministral: Mistral with a window in all layers or in some. Ministral 3: Mistral with yarn, up to
-the positions where its queries begin to grow."""
+the position where its queries begin to grow."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ YARN = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""``rope_parameters`` of Ministral 3 where a config does not say."""
+"""Default of ``rope_parameters`` for Ministral 3."""
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
@@ -40,7 +40,7 @@ def _take_rope(fields: Fields) -> dict[str, Any]:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """Without what the rotary embedding does not use."""
+    """The rotary fields, without those that the rotary embedding does not use."""
     rope = _take_rope(fields)
     for name in ("llama_4_scaling_beta", "max_position_embeddings"):
         rope.pop(name, None)

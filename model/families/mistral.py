@@ -1,4 +1,5 @@
-"""Mistral: a window over all layers, up to which it is Llama. llama.cpp calls it llama."""
+"""Mistral: Llama with a window over all layers; up to its length, the same. llama.cpp calls it
+llama."""
 
 from eesd.common.checks import shown
 from eesd.model.family import Family, Own, Sizes, take_window

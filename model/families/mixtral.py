@@ -1,5 +1,5 @@
-"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an
-expert. llama.cpp calls it llama."""
+"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is the size
+of an expert. llama.cpp calls it llama."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
-    # Nothing of it has this size but the exit head: what a token uses.
+    # Only an exit head has this size: the experts that a token uses.
     return Own(
         {"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)},
         take_window(fields),
@@ -44,7 +44,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Also of files from before March 2024, which have a tensor for each expert."""
+    """Convert the tensors, also those of files from before March 2024, which have a tensor for each
+    expert."""
     old = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight"
     new = r"model.layers.\1.mlp.experts.\3.\2_proj.weight"
     return apart(

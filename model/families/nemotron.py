@@ -1,5 +1,5 @@
 """Nemotron (Minitron, Nemotron-4) and Jais 2: LayerNorms, and an MLP without a gate that squares
-what is above 0. Nemotron stores norms less 1, and rotates half of each head."""
+positive values. Nemotron stores norms minus 1, and rotates half of each head."""
 
 from eesd.model.families.gemma import whole_norms
 from eesd.model.families.llama import take_llama

@@ -1,4 +1,4 @@
-"""OLMo 2: norms stand behind attention and MLP, and those of queries and keys go over all heads."""
+"""OLMo 2: norms after attention and MLP, and norms of queries and keys over all heads."""
 
 from eesd.common.geometry import Geometry
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed
@@ -16,7 +16,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
 
 
 def tensors_of_olmo(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors with the decoder's names."""
+    """Rename the tensors to the decoder's names."""
     return renamed(tensors, NAMES)
 
 

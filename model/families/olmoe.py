@@ -14,9 +14,9 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 64, 8)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
-    # Nothing of it has this size but the exit head: what a token uses.
+    # Only an exit head has this size: the experts that a token uses.
     parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}
-    # The window is in no mask of transformers, but its KV cache forgets what lies before it.
+    # transformers ignores the window in masks, but its KV cache drops the tokens before the window.
     return Own(attention_biases(fields) | parts, take_window(fields))
 
 

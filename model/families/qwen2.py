@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of q, k and v, and a window that is seldom switched on."""
+"""Qwen2 and Qwen2.5: biases of q, k and v, and a window that is rarely enabled."""
 
 from eesd.model.family import Family, Gguf, Own, Sizes, take_layer_types
 from eesd.model.fields import Fields

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v, and heads of a size of their own."""
+"""Seed-OSS: Llama with biases of q, k and v, and an explicit head size."""
 
 from eesd.model.family import Family, Gguf, Own, Sizes
 from eesd.model.fields import Fields

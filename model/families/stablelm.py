@@ -1,5 +1,5 @@
-"""StableLM: LayerNorms, heads of which a quarter is rotated, and attention and MLP side by side in
-some models."""
+"""StableLM: LayerNorms, rotation of a quarter of each head, and in some models attention and MLP
+side by side."""
 
 from collections.abc import Mapping
 from typing import Any
