@@ -2,8 +2,7 @@
 
 For the same tokens, a parallel pass computes the same values as drafting, and a greedy draft is
 accepted if it is the next token of the model's greedy text. One bit per position is therefore
-enough to replay rounds of any draft length, and the counts are equal to those of the runtime's
-statistics.
+enough to replay rounds of any draft length. The counts equal those of the runtime's statistics.
 """
 
 import re
@@ -53,8 +52,7 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """Probability at each depth that a draft is accepted, given that all earlier drafts
-        were."""
+        """Probability of acceptance at each depth, given that all earlier drafts were accepted."""
         return [a / v if v else 0.0 for a, v in zip(self.accepted, self.verified, strict=True)]
 
     @property
@@ -85,8 +83,8 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     """Replay rounds over one text.
 
     Args:
-        correct: Whether the head's draft of token i after a drafted tokens is token i [A, T];
-            larger values of a count as A - 1.
+        correct: Whether the head's draft of token i, after ``a`` drafted tokens, is token i [A, T].
+            Larger values of ``a`` count as A - 1.
         draft_length: Drafts in a round. The last round has fewer, because each round ends with a
             token of the verifier.
 
@@ -306,8 +304,8 @@ class ValidationSet:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the fields of :class:`GreedyDrafts` for some texts [A, B, T].
 
-        A draft after a drafted tokens is reached if these are accepted, that is, if the position
-        before it is correct at age a - 1.
+        A draft after ``a`` drafted tokens is reached if these are accepted, that is, if the
+        previous position is correct at age a - 1.
         """
         device = lm_head.device
         config = head.exit_config

@@ -16,11 +16,11 @@ from torch import Tensor
 from eesd.model.decoder import ExitHead
 
 AGES = 8
-"""Number of distinct ages: most drafts in training are shorter, and validation replays rounds of
-this many drafts."""
+"""Number of distinct ages. Most drafts in training are shorter, and validation replays rounds of
+this length."""
 MEAN_ROUND = 3.0
-"""Mean number of tokens in a training round, close to the number that a round commits, so most
-roots are where they matter."""
+"""Mean number of tokens in a training round, close to the number that a round commits, so that most
+roots are at realistic distances."""
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:

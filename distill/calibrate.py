@@ -1,8 +1,8 @@
-"""Fits the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted
+"""Fit the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted
 over several texts.
 
 Each draft up to and including the first rejection gives a label. The weights of both scores are
-fitted to the labels, and the standard deviation of the request offset is the one with which the
+fitted to the labels. The standard deviation of the request offset is chosen so that the
 controllers' online calibration predicts best. All reported metrics are cross-validated.
 """
 
@@ -24,8 +24,8 @@ next draft is accepted, too."""
 FOLDS = 4
 """Folds of the cross-validation over texts."""
 REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
-"""Candidate standard deviations of the request offset. With larger ones an offset can fall so low
-that nothing is drafted, and then no label arrives to raise it again."""
+"""Candidate standard deviations of the request offset. With larger values, an offset can fall so
+low that nothing is drafted, and then no label arrives to raise it again."""
 MIN_GAIN = 0.005
 """Least fraction by which a standard deviation must lower the loss. Smaller gains made sampling
 slower."""
@@ -157,7 +157,7 @@ def predict(
 
 
 class PredictionQuality(NamedTuple):
-    """How well a prior predicts one score.
+    """Quality of a prior's predictions of one score.
 
     Attributes:
         drafts: Number of labelled drafts.
@@ -176,10 +176,10 @@ class PredictionQuality(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The fitted prior and how it compares with the default one.
+    """The fitted prior, compared with the default prior.
 
     Attributes:
-        prior: The fitted prior. None if it is not significantly better than the default.
+        prior: The fitted prior; None if it is not significantly better than the default.
         texts: Number of validation texts.
         default: For each score, the quality of the default prior.
         fitted: For each score, the cross-validated quality of fitted priors.

@@ -1,4 +1,4 @@
-"""Continuation of prompts in rows of one batch. A row whose text has ended takes the next prompt.
+"""Continue prompts in rows of one batch. A row whose text has ended takes the next prompt.
 
 Each text has its own random numbers, so it does not depend on the number of rows or on its row.
 Tokens are chosen on the device of the logits: a GPU sends tokens to the host, but no logits.
@@ -28,8 +28,7 @@ SLOT_BUCKET = 64
 PREFILL_ROWS = 16
 """Prompts that torch prefills together, padded to the longest."""
 BLOCK = 64
-"""Tokens in a block, whose probabilities are summed first, so that few sums depend on each
-other."""
+"""Tokens in a block. Blocks are summed first, so that few sums depend on each other."""
 
 RandomNumbers = Callable[[int], np.random.Generator]
 """Returns the random numbers of a text, given its number."""
@@ -46,7 +45,7 @@ class Writing:
         temperatures: Sampling temperature of each text. 0 is greedy.
         numbers: The random numbers of each text.
         eos_token_ids: Tokens that end a text.
-        rows: Maximum number of texts in a batch. None: all texts.
+        rows: Maximum number of texts in a batch; None for all texts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -141,8 +140,8 @@ class _TorchRows:
             )
 
     def _prefill(self, rows: list[int], texts: Sequence[Sequence[int]]) -> None:
-        """Also writes the slots after a short text; its later tokens overwrite them before
-        attention reads them."""
+        """Prefill padded rows. The slots after a short text are written, too; its later tokens
+        overwrite them before attention reads them."""
         longest = max(map(len, texts))
         if not longest:
             return

@@ -1,8 +1,8 @@
 """Rows of tokens from text, JSON lines and token arrays, and the endless order in which batches use
 them.
 
-The order is a function of the seed and of the position in it, so a resumed run continues with the
-same rows and stores no random state.
+The order is a function of the seed and the position, so a resumed run continues with the same rows
+and needs no stored random state.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Rows:
         tokens: int32 [R, length + 1], padded at the end.
         lengths: Number of valid tokens in each row [R].
         num_primary: The first ``num_primary`` rows are the generated text or the rows of
-            ``--data``. The others are mixed in.
+            ``--data``. The rest are mixed in.
     """
 
     tokens: Tokens
@@ -64,7 +64,7 @@ class Rows:
         return Rows(self.tokens[count:], self.lengths[count:], self.num_primary - count)
 
     def digest(self, count: int | None = None) -> str:
-        """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all rows."""
+        """SHA-256 of the tokens and lengths of the first ``count`` rows; None for all rows."""
         return hashlib.sha256(
             self.tokens[:count].tobytes() + self.lengths[:count].tobytes()
         ).hexdigest()
@@ -78,16 +78,16 @@ def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
 
 
 def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
-    """Count how often each token is a training target in the primary rows [V]: at every position
-    except the beginning of a row."""
+    """Count the uses of each token as a training target in the primary rows [V]. All tokens but the
+    first of each row are targets."""
     tokens = rows.tokens[: rows.num_primary, 1:]
     lengths = rows.lengths[: rows.num_primary, None] - 1
     return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)
 
 
 def split_documents(documents: Iterable[Document], length: int) -> Rows:
-    """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short ones
-    share a row where they fit.
+    """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short
+    windows share a row if they fit.
 
     Args:
         documents: Token ids of each document.
@@ -421,7 +421,7 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> ND
     """Choose a draft vocabulary.
 
     Args:
-        counts: How often each token was seen [V].
+        counts: Number of uses of each token [V].
         size: Vd, the number of tokens to choose, at most V.
         always: Tokens that are always chosen: the tokens that end a text.
 

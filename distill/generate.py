@@ -1,4 +1,4 @@
-"""The model's own text: shards of continued prompts, from which a stopped run continues."""
+"""The model's own text: shards of continued prompts. A stopped run continues from these shards."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
-"""Batches of texts in a shard: near the end of a shard fewer and fewer rows are busy."""
+"""Batches of texts in a shard. Larger shards keep rows busy: near the end of a shard, fewer and
+fewer have texts."""
 
 LONGEST_ECHO = 64
 LEAST_ECHO = 16

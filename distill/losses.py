@@ -26,8 +26,8 @@ def token_losses(
     vocabulary they take too much memory to keep. A token outside of the draft vocabulary has no
     cross-entropy. The KL divergence treats all tokens that are not kept as one outcome: scaling the
     kept tokens to a sum of 1 would make the head overconfident. It is multiplied by the teacher's
-    probability of the draft vocabulary, so each position counts in proportion to the possible gain
-    of the draft. The total variation is the probability that rejection sampling at temperature 1
+    probability of the draft vocabulary, so that each position counts in proportion to the draft's
+    possible gain. The total variation is the probability that rejection sampling at temperature 1
     rejects the draft's token, ignoring tokens that are not kept.
 
     Args:

@@ -35,7 +35,7 @@ STARTS = (
     ),
     *("Compare ", "List ", "Make a table of ", "Extract the names from this text: "),
 )
-"""Beginnings of the prompts that a model writes, used in turn: kinds of tasks that people have."""
+"""Beginnings of the prompts that a model writes, used in turn. They cover common tasks."""
 PRECISIONS = ("bf16", "float32")
 
 
@@ -62,16 +62,15 @@ class LossOptions:
 @dataclass(frozen=True)
 class TrainingOptions:
     """Options that determine a training run. The same options and data give the same losses,
-    whether the run was resumed or not.
+    whether or not the run was resumed.
 
     Attributes:
         exit_layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
-        draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
-        deep: Deep layers. Verify computes the head's keys and values of committed tokens from their
-            states.
-        mlp: Width of the MLPs of the head's blocks. 0: no MLPs. None: the model's width.
+        draft_vocab: Vd, the number of tokens that the head can predict; 0 for the whole vocabulary.
+        deep: Deep layers, whose states of committed tokens the draft reads.
+        mlp: Width of the MLPs of the head's blocks; 0 for no MLPs, None for the model's width.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -109,7 +108,7 @@ class TrainingOptions:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose states the head reads: the exit layer, then the deep ones."""
+        """The layers whose states the head reads: the exit layer, then the deep layers."""
         return (self.exit_layer, *self.deep)
 
     def __post_init__(self) -> None:
@@ -187,5 +186,5 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON value, which names the files made with these options."""
+    """SHA-256 of a JSON value. It names the files made with these options."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""The frozen model as an engine of this project's operators, which writes and reads text. The
-weights are those of the checkpoint."""
+"""The frozen model as an engine of this project's operators, which writes and reads text with the
+checkpoint's weights."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class EngineWriter:
 
 
 class _EngineRows:
-    """A KV cache for each row, which is reset when a text begins."""
+    """A KV cache for each row. It is reset when a text begins."""
 
     most_idle = 0.0
 
@@ -131,7 +131,7 @@ class _EngineRows:
 class EngineTeacher:
     """Reads rows one after another, and returns the states that drafting will see.
 
-    It is called like :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same values.
+    Calls are those of :class:`~eesd.distill.teacher.Teacher`, and results are nearly the same.
     """
 
     CHUNK = 256
@@ -147,7 +147,7 @@ class EngineTeacher:
         slots: int,
         threads: int,
     ) -> None:
-        """Export the model, and open it.
+        """Export the model and open the engine.
 
         Args:
             checkpoint: The model.

@@ -24,7 +24,7 @@ class Portion(NamedTuple):
 
 
 def portions(size: int, steps: int, first: int) -> list[Portion]:
-    """Split a training into portions, each with twice the text of the portion before.
+    """Split a training into portions, each with twice the text of the previous one.
 
     Args:
         size: Number of texts or rows.

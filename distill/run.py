@@ -86,8 +86,8 @@ class Run:
         training: Options of the training.
         data: Options of the data.
         output: Output directory.
-        offline: Directory of the target cache. None: the teacher runs on each batch.
-        init_head: Directory of the head to start from. None: the model's last layers.
+        offline: Directory of the target cache; None to run the teacher on each batch.
+        init_head: Directory of the head to start from; None for the model's last layers.
         intervals: Steps between logged metrics, validations and checkpoints.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
@@ -182,7 +182,7 @@ class Run:
         _ = self._mixed_rows  # errors are raised before the model writes text
         files = self._write_rows(portion.size)
         count = len(self._read_rows(files))
-        # A run that was stopped may have written more, whose targets are in the cache.
+        # A stopped run may have written more rows, whose targets are in the cache.
         while (following := self.data.own_text / shard_name(len(files))).exists():
             files.append(following)
         return self._with_mixed(self._read_rows(files)), count
@@ -436,7 +436,7 @@ class Run:
         return head
 
     def initial_head(self) -> ExitHead:
-        """The head before training: the one in ``init_head``, or one made from the model's last
+        """The head before training: the head in ``init_head``, or a new one from the model's last
         layers. Its draft vocabulary has the tokens that the first portion uses most.
 
         Raises:
@@ -475,7 +475,7 @@ class Run:
 
         Args:
             report: Called with each line of metrics.
-            say: Called with a line about the time that is left.
+            say: Called with a line about the remaining time.
         """
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
@@ -521,14 +521,14 @@ class Run:
             begun = time.monotonic()
 
     def _read(self, portion: Portion, held: int) -> tuple[Rows, TargetSource]:
-        """The rows of a portion without the first ``held`` ones, and their targets."""
+        """The rows of a portion without the first ``held`` rows, and their targets."""
         rows, count = self.rows(portion)
         rows = rows.without(held)
         count = len(rows) if self.data.mixed else count - held
         return rows if self.data.mixed else rows.first(count), self.targets(rows, count)
 
     def write_initial_head(self) -> None:
-        """Copy the head in ``init_head`` into the output directory, unless it is there already.
+        """Copy the head in ``init_head`` into the output directory, unless it is already there.
         Without ``init_head`` the head is the model's own norm and LM head, with the draft
         vocabulary of the options.
 
@@ -613,8 +613,8 @@ def checked(
     Args:
         options: The options of ``eesd-distill``, by parameter name.
         config: Configuration of the model.
-        given: Configuration of the head that the run starts from. None: the run starts from the
-            model's last layers.
+        given: Configuration of the head that the run starts from; None to start from the model's
+            last layers.
 
     Raises:
         EESDError: An option is wrong, or a file is missing.

@@ -21,9 +21,9 @@ MARK = "eesd-user-turn"
 SHARD_TRIES = 64
 """Prompts attempted for one file."""
 MAX_TOKENS = 256
-"""Longer turns are dropped, as they have no end."""
+"""Longer turns are dropped, because they do not end."""
 MAX_FAILURES = 8
-"""Files in a row without a prompt, after which the model is taken to write none."""
+"""Number of consecutive files without a prompt after which the model is assumed to write none."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SelfPromptOptions:
 
     Attributes:
         prompts: Minimum number of prompts.
-        starts: Words that the user turns begin with, in turn.
+        starts: Beginnings of the user turns, used in turn.
         seed: Seed of sampling.
         base: Fingerprint of the model.
         max_positions: Maximum number of positions of the model.
@@ -65,8 +65,7 @@ def self_prompts(
         codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
-        eos_token_ids: Tokens that end a turn, besides the first token that the template puts after
-            a turn.
+        eos_token_ids: Tokens that end a turn, besides the first token of the template after a turn.
         advance: Called with the number of prompts of each file.
         rows: Prompts in a batch.
         needed: Minimum number of prompts needed now.

@@ -1,4 +1,4 @@
-"""Files that a run writes and reads again. A stopped run, a full disk or a hand may have damaged
+"""Files that a run writes and reads again. A stopped run, a full disk or an edit may have damaged
 them in the meantime."""
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The structure of the head that a run trains: from the options, the head that it starts from, or
-the model's size."""
+"""Choose the structure of the head to train: from the options, from the head that the run starts
+from, or from the model's size."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,10 +18,11 @@ LEAST_DRAFTED = 8192
 MOST_DRAFTED = 16384
 """Bounds of the draft vocabulary."""
 MOST_WEIGHTS = 10_000_000
-"""Weights of a head: 20 MB in 16 bits. They are a small part of a draft step, and few texts train
-them."""
+"""Maximum number of weights of a head: 20 MB in 16 bits. They are a small part of a draft step, and
+few texts are enough to train them."""
 MLP_STEP = 256
-"""The width of a narrow MLP is a multiple of this number, which blocks of quantized weights fit."""
+"""The width of a narrow MLP is a multiple of this number, which fits blocks of quantized
+weights."""
 NAMES = ("exit_layer", "blocks", "own_lm_head", "draft_vocab", "deep", "mlp")
 """The options of the structure, as in :class:`~eesd.distill.options.TrainingOptions`."""
 
@@ -34,8 +35,8 @@ def structure(
     Args:
         options: The command's options; None for options that were not given.
         geometry: Shape of the model.
-        given: Configuration of the head that the run starts from. None: the run starts from the
-            model's last layers.
+        given: Configuration of the head that the run starts from; None to start from the model's
+            last layers.
     """
     said = {name: options[name] for name in NAMES if options[name] is not None}
     if given is not None:
@@ -50,7 +51,7 @@ def structure(
     if trains:
         usual["deep"] = deep_layers(geometry.num_layers, layer)
     found = usual | said
-    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # which has no LM head, or fails
+    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # has no LM head, or fails later
         return {"own_lm_head": False, "mlp": None} | found
     fits = _weights(geometry, found | {"own_lm_head": True}) <= MOST_WEIGHTS
     drafts_few = 0 < found["draft_vocab"] < geometry.vocab_size
@@ -73,7 +74,7 @@ def _weights(geometry: Geometry, found: dict[str, Any]) -> int:
 
 
 def _mlp(geometry: Geometry, found: dict[str, Any]) -> int | None:
-    """MLP width that fits a head of at most :data:`MOST_WEIGHTS`. None: the width of the model's
+    """MLP width for a head of at most :data:`MOST_WEIGHTS`; None for the width of the model's
     MLPs."""
     if _weights(geometry, found) <= MOST_WEIGHTS:
         return None

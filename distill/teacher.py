@@ -33,8 +33,8 @@ LOGITS_PER_CHUNK = 1 << 25
 DEVICE_CHUNKS = 8
 """Factor by which a GPU holds more logits in memory at a time, for fewer and larger kernels."""
 TOP_BLOCK = 64
-"""Logits in a block, whose maximum is found first, so that a GPU need not search all logits for the
-k largest."""
+"""Logits in a block. Maxima of blocks are found first, so that a GPU need not search all logits for
+the k largest."""
 SHARD_ROWS = 32
 """Rows in a shard of the target cache."""
 
@@ -127,7 +127,7 @@ def full_sequence_inputs(
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
-        whole: Whether the pass needs no caches and no mask; they are then empty. None: on all
+        whole: Whether the pass needs no caches and no mask, which are then empty. None means on all
             devices except CPUs.
 
     Returns:
@@ -289,7 +289,7 @@ class TargetCache:
             precision: ``bf16`` or ``float32``.
 
         Raises:
-            EESDError: The directory has a cache of other data or options.
+            EESDError: The directory has a cache for other data or options.
         """
         self.directory = directory
         self.rows = rows
@@ -393,7 +393,7 @@ class TargetCache:
                 "give another directory, fewer rows, or a smaller --top-k."
             )
         for number in missing:
-            # By its number: another process may have written a shard before this one looked.
+            # Split by number, not by index: processes may see different lists of missing shards.
             if number % processes != process:
                 continue
             tokens = torch.from_numpy(
@@ -454,7 +454,7 @@ def _stored_rows(path: Path) -> int:
 
 
 def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
-    """1 where a position of these rows has a next token, else 0 [B, T]."""
+    """1 for positions of these rows that have a next token, else 0 [B, T]."""
     length = rows.tokens.shape[1] - 1
     return (torch.arange(length) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]).float()
 

@@ -51,7 +51,7 @@ _STATES = {
 
 
 def _foreign(checkpoint: Path) -> str:
-    """Return why a checkpoint's directory may not be replaced or deleted, or "" if it may."""
+    """The reason not to replace or delete a checkpoint's directory, or ""."""
     other = (
         path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file()
     )
@@ -202,11 +202,11 @@ class Trainer:
     ) -> None:
         """Train to a step, validate and save there.
 
-        SIGTERM and Ctrl-C wait for the end of a step, whose weights are saved.
+        SIGTERM and Ctrl-C take effect after the current step, whose weights are saved.
 
         Args:
             rows: The rows to train on.
-            targets: Gives the batches of these rows.
+            targets: Source of the batches of these rows.
             end: The step.
             intervals: Steps between logged metrics, validations and checkpoints.
             report: Called with each line of metrics.
@@ -251,8 +251,7 @@ class Trainer:
         """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
         :meth:`_read`.
 
-        A GPU receives the next step before it has finished this one: nothing here reads a value
-        from it.
+        Nothing here reads a value from a GPU, so that the next step is sent before this one ends.
         """
         options = self.options
         processes = self.accelerator.num_processes
@@ -283,8 +282,8 @@ class Trainer:
         return mean
 
     def _read(self, mean: Tensor, step: int) -> dict[str, float]:
-        """Metrics of a step. A non-finite loss stays non-finite in later steps, so weights that a
-        GPU trained with it are never saved."""
+        """Metrics of a step. A non-finite loss stays non-finite in later steps, so weights trained
+        with it are never saved, even if a GPU is ahead."""
         values = mean.tolist()
         if not math.isfinite(values[0]):
             raise EESDError(
@@ -435,7 +434,7 @@ class Trainer:
         self.metrics.start(self.step)
 
     def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options that a run must keep. At a constant rate a run may continue with more steps and
+        """Options that a continued run must keep. At a constant rate, it may have more steps and
         more data."""
         return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 

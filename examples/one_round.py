@@ -1,10 +1,10 @@
-"""Greedy decoding with a draft of fixed length, over an engine directory, with numpy and
-onnxruntime alone.
+"""Greedy decoding with a draft of fixed length, over an engine directory, with only numpy and
+onnxruntime.
 
     python examples/one_round.py plans/ 5 9 3        # ids of the prompt; prints those of the text
 
-For float32 directories without stages, deep layers and EAGLE-3 heads (docs/engine-directory.md). It
-is what EESD does in a round, without trees, sampling, and everything that makes it fast.
+For float32 directories without stages, deep layers and EAGLE-3 heads (docs/engine-directory.md).
+This is a round of EESD without trees, sampling, and everything that makes it fast.
 """
 
 import json

@@ -1,11 +1,11 @@
 #!/bin/sh
-# What drafts with which gain: every way to draft side by side, for each model one run. Sets up engine directories in build/,
-# and goes on where it stopped. It needs the environment's commands in PATH, and an idle machine: other programs spoil the times.
+# The gain of every way to draft, side by side, in one run for each model. Sets up engine directories in build/, and continues
+# where it stopped. It needs the environment's commands in PATH, and an idle machine: other programs spoil the times.
 #
 #   lab/drafts.sh SPEC_BENCH.jsonl [CELL ...]
 #
 # Cells: float32, bfloat16, int8 (SmolLM2-135M), pycode (bundled).
-# Minutes on two idle cores: 8, 5, 4, 2; and one for each engine directory that is not there yet.
+# Minutes on two idle cores: 8, 5, 4, 2; and one for each engine directory that is still missing.
 set -eu
 questions=$1
 shift
@@ -24,7 +24,7 @@ for cell; do
         own="--dtype $cell --quantize none"
         [ "$cell" = int8 ] && own="--dtype float32 --quantize int8"
         [ "$cell" = int8 ] && four= || four="--quantize-draft int4 --symmetric"
-        # The file has levels of 4 bits already; the draft rounds their values a second time: the worst case.
+        # The file already has levels of 4 bits, and the draft rounds their values a second time: the worst case.
         export_engines "build/smollm2-$cell-quantized" --model $smollm2 $own $four --exit-head quantized
         export_engines "build/smollm2-$cell-head" --model $smollm2 $own $four --exit-head examples/smollm2/head
         measure "smollm2-$cell" "build/smollm2-$cell-quantized" --method "build/smollm2-$cell-head:exit" --method "build/smollm2-$cell-head:both" \

@@ -2,7 +2,8 @@
 
     python examples/embedding/controllers.py
 
-The toy counts its own seconds, so that each run prints the same. An engine measures them.
+The toy counts seconds by its own rule, so that each run prints the same. A real engine measures
+them.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controlle
 VOCAB = 512
 VERIFIER = 2 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
 DRAFT = VERIFIER + np.random.default_rng(1).normal(size=VERIFIER.shape)
-"""Logits of the next token, by a row that last token and position choose."""
+"""Logits of the next token, by row. The last token and its position choose the row."""
 STEP = 0.1
 PASS = 1.0
 NODE = 0.02

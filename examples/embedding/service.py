@@ -28,7 +28,7 @@ LOG = logging.getLogger("service")
 
 
 class Service:
-    """Loads plans, and owns everything that they need on one GPU."""
+    """Loads plans, and owns their resources on one GPU."""
 
     def __init__(self, directory: Path, device: int = 0) -> None:
         self.manifest = load_manifest(directory)
@@ -73,8 +73,8 @@ class ContextMaker:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.kernels: dict[Any, Any] = {}
-        """TensorRT-RTX: the kernels that were compiled, by engine. ``serialize()`` would carry them
-        to the next start."""
+        """TensorRT-RTX: compiled kernels by engine. ``serialize()`` would keep them for the next
+        start."""
 
     def __call__(self, engine: Any) -> Any:
         """Make a context. TensorRT-RTX compiles its kernels now, because a CUDA graph would keep
@@ -111,8 +111,8 @@ def make_allocator(trt: Any, device: int) -> Any:
     """Make an allocator that gives TensorRT memory from the pool of the rest of the service.
 
     All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not
-    propagate through TensorRT; None says that there is no memory. torch aligns memory to 512 bytes,
-    more than TensorRT asks for.
+    propagate through TensorRT; None means that there is no memory. torch aligns memory to 512
+    bytes, more than TensorRT requires.
     """
 
     class Allocator(trt.IGpuAllocator):
@@ -121,12 +121,12 @@ def make_allocator(trt: Any, device: int) -> Any:
 
         def allocate(self, size: int, alignment: int, flags: int) -> int | None:
             memory = self.allocate_async(size, alignment, flags, 0)
-            # What was freed there may still be in use there.
+            # Memory that was freed on that stream may still be in use there.
             torch.cuda.default_stream(device).synchronize()
             return memory
 
         def reallocate(self, _address: int, _alignment: int, _new_size: int) -> None:
-            """Memory does not grow; TensorRT then allocates anew."""
+            """Memory does not grow. TensorRT then allocates again."""
 
         def deallocate(self, memory: int) -> bool:
             torch.cuda.synchronize(device)  # as cudaFree does: TensorRT may still use it

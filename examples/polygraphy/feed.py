@@ -1,15 +1,15 @@
 """Make the inputs of one call of draft or verify for Polygraphy. A text fills the first slots of
 the KV cache.
 
-Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes
-inputs as a round has them. It needs the graph, not EESD:
+Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes the
+inputs of a round. It needs the graph, not EESD:
 
     cd plans/
     MODEL=verify.plan.onnx FILLED=1000 NODES=9 polygraphy run verify.plan.onnx --onnxrt \\
         --data-loader-script feed.py
 
 MODEL is the graph. FILLED is the number of slots that the text fills. NODES is the number of tokens
-of the call; each sees the text and the tokens before it. Values are random, with a fixed seed.
+in the call; each sees the text and the tokens before it. Values are random, with a fixed seed.
 docs/engine-directory.md describes the inputs.
 """
 

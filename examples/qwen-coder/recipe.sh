@@ -3,8 +3,8 @@
 #
 #   ./recipe.sh WORK_DIR [STEPS] [OPTIONS of eesd-distill, such as --mlp 0]
 #
-# The same command continues a stopped run. The figures of acceptance begin after minutes, and the last line of each portion says how
-# much time is left.
+# The same command continues a stopped run. The first figures of acceptance come after minutes, and the last line of each portion shows
+# the remaining time.
 set -euo pipefail
 
 work=$1 steps=${2:-4000}
@@ -18,8 +18,8 @@ python "$here/../fetch.py" "$here/requirements.txt" "$model"
 # glibc would give large blocks back to the system, and the next step would clear their pages again.
 export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000
 
-# The model continues code, fills it in, answers questions about it, and writes as many prompts of its own. Two thirds of its texts
-# are greedy, as most code is written.
+# The model continues code, fills it in, answers questions about it, and writes the same number of prompts itself. Two thirds of its
+# texts are greedy, because most code is generated greedily.
 exec eesd-distill --model "$model" --self-generate "$work/texts/prompts.jsonl" --self-prompt 2000 --own-rows 4096 --length 512 \
     --temperatures 0,0,0.7 --top-k 32 --batch 4 --validation "$work/texts/validation.jsonl" --validation-prompts 36 --validation-tokens 64 \
     --steps "$steps" --seed 1 --output "$work/head" "${@:3}"

@@ -3,8 +3,8 @@
     texts.py DIRECTORY ... -o texts/ [--prompts 2000] [--held-out 72] [--seed 1]
 
 The directories hold Python files: of the standard library, of installed packages, of checkouts. The
-result is ``prompts.jsonl`` (code to continue, code to fill in, questions about code), and
-``validation.jsonl``, the same of other files.
+results are ``prompts.jsonl`` (code to continue, code to fill in, questions about code), and
+``validation.jsonl``, the same from other files.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from pathlib import Path
 from textwrap import dedent
 
 LINES = range(5, 41)
-"""Lines of a function or class that prompts are made from."""
+"""Range of the lines of a function or class that prompts are made from."""
 MOST_CHARACTERS = 1200
 """Longer prompts take more time to read than to continue."""
 SIZES = range(800, 200_000)
-"""Characters of a source file that is used."""
+"""Range of the characters of a source file in use."""
 QUESTIONS = (
     "Explain what this code does:",
     "Add type hints and a docstring to this code:",
@@ -46,7 +46,7 @@ def definitions(text: str) -> Iterator[tuple[str, str, str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
-    lines = [f"{line}\n" for line in text.split("\n")]  # ast counts no form feeds
+    lines = [f"{line}\n" for line in text.split("\n")]  # ast does not break lines at form feeds
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.end_lineno is not None:
             found = lines[node.lineno - 1 : node.end_lineno]
@@ -77,7 +77,7 @@ def prompt(
 
 
 def prompts(texts: list[str], count: int, random_: random.Random) -> list[dict[str, object]]:
-    """Prompts of all kinds, at most four of a file."""
+    """Prompts of all kinds, at most four from each file."""
     found = []
     for text in texts:
         several = list(definitions(text))

@@ -4,10 +4,10 @@
 #   lab/smollm2/recipe.sh PROMPTS.jsonl TEXTS WORK_DIR [STEPS]
 #   lab/smollm2/recipe.sh --further PROMPTS.jsonl ASKED.jsonl TEXTS WORK_DIR [STEPS]
 #
-# PROMPTS.jsonl is what prompts.py writes, TEXTS and ASKED.jsonl what texts.py writes. The first command trains a head in WORK_DIR/head,
-# on two CPU cores in two and a half hours; give it the texts of `texts.py --part 0.2`. The second one goes on from that head in
+# prompts.py writes PROMPTS.jsonl; texts.py writes TEXTS and ASKED.jsonl. The first command trains a head in WORK_DIR/head, on two CPU
+# cores in two and a half hours; give it the texts of `texts.py --part 0.2`. The second command continues from that head in
 # WORK_DIR/further, and is for a GPU; give it `prompts.py --every` and `texts.py --every --part 1.8 --times 3 --asked`. The same command
-# continues a stopped run, and with more STEPS, or more files in TEXTS, the first command continues a finished one.
+# continues a stopped run. With more STEPS, or more files in TEXTS, the first command continues a finished run.
 set -euo pipefail
 
 further=
@@ -30,8 +30,8 @@ have_written() { # have_written OWN_TEXT OPTIONS: the model's own text
 
 data=()
 if [ -z "$further" ]; then
-    # The model writes 4,096 texts: half an hour on two cores. Then a run at a constant rate, whose head is the mean of its weights.
-    # The frozen model's targets are computed once.
+    # The model writes 4,096 texts: half an hour on two cores. Then a run at a constant learning rate; its head is the mean of the
+    # weights. The frozen model's targets are computed once.
     have_written "$work/own-text" --self-prompt 3000 --own-rows 4096 --own-batch 128
     exec eesd-distill --model "$model" "${data[@]}" --offline "$work/targets" --exit-layer 2 --draft-vocab 8192 --batch 4 --length 768 \
         --top-k 32 --steps "${steps:-6500}" --warmup 0.002 --cooldown 0 --seed 1 --output "$work/head"

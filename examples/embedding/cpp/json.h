@@ -1,5 +1,5 @@
-// A strict reader of JSON, for the few values of a manifest. It is here so that the example needs nothing but TensorRT and CUDA;
-// a service takes the library that it has.
+// A strict reader of JSON, for the few values of a manifest. With it, the example needs nothing but TensorRT and CUDA; a service
+// would use its own library.
 
 #pragma once
 
@@ -22,9 +22,9 @@ enum class Kind { null, flag, number, text, list, object };
 
 struct Value {
   Kind kind = Kind::null;
-  std::string text;  // of a text, and of a flag or number as it is written: a float must not round an integer
+  std::string text;  // of a text; also of a flag or number as written, because a float would round a large integer
   std::vector<std::string> names;
-  std::vector<Value> items;  // of a list, or behind the names of an object
+  std::vector<Value> items;  // of a list, or the values of an object's names
 
   const Value &get(const std::string &name, Kind wanted) const {
     for (size_t i = 0; i < names.size(); i++)
@@ -70,7 +70,7 @@ class Reader {
     if (text_.substr(at_, wanted.size()) != wanted) fail();
     at_ += wanted.size();
   }
-  bool more(char end) {  // behind an item: whether another one follows
+  bool more(char end) {  // after an item: whether another one follows
     const bool comma = next() == ',';
     take(comma ? std::string_view(",") : std::string_view(&end, 1));
     return comma;
@@ -136,13 +136,13 @@ class Reader {
     std::string found;
     take("\"");
     for (; here() != '"'; at_++) {
-      if (static_cast<unsigned char>(here()) < ' ') fail();  // the end of the file, too
+      if (static_cast<unsigned char>(here()) < ' ') fail();  // also at the end of the file
       if (here() != '\\') {
         found += here();
         continue;
       }
       at_++;
-      if (here() == 'u') {  // kept as it is written: only the model's name may have one, which is not read
+      if (here() == 'u') {  // kept as written: only the model's name may have such an escape, and it is not read
         for (int i = 1; i <= 4; i++)
           if (at_ + i >= text_.size() || !std::isxdigit(static_cast<unsigned char>(text_[at_ + i]))) fail();
         found += "\\u";

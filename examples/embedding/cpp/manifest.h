@@ -1,4 +1,4 @@
-// The values of an engine directory's manifest.json that a service needs to bind the plans, checked.
+// The values of an engine directory's manifest.json that a service needs to bind plans. All are checked.
 
 #pragma once
 
@@ -22,7 +22,7 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws a sentence of these parts unless something holds.
+// Throws a sentence of these parts unless the condition holds.
 template <typename... Parts> static void require(bool holds, const Parts &...parts) {
   if (holds) return;
   std::ostringstream sentence;
@@ -30,13 +30,13 @@ template <typename... Parts> static void require(bool holds, const Parts &...par
   throw Error(sentence.str());
 }
 
-constexpr int64_t MOST = 1 << 30;  // of sizes and ids
+constexpr int64_t MOST = 1 << 30;  // largest size or id
 
 struct Type {
   const char *name;
   DataType type;
   int64_t bytes;
-  uint32_t hidden;  // the bits of -30000, which hides a slot from a token: it fits float16, where infinity would give NaN
+  uint32_t hidden;  // the bits of -30000, which hides a slot from a token; it fits float16, and infinity would give NaN
 };
 constexpr Type TYPES[] = {{"float32", DataType::kFLOAT, 4, 0xC6EA6000},
                           {"float16", DataType::kHALF, 2, 0xF753},
@@ -58,7 +58,7 @@ struct Tensor {
 struct Graph {
   std::string file, plan;
   int64_t plan_bytes;
-  std::vector<int64_t> most;  // tokens of a call, by profile: decoding, and prefill where a plan has it
+  std::vector<int64_t> most;  // most tokens of a call, by profile: decoding and, if the plan has it, prefill
   std::vector<Tensor> tensors;
 };
 struct Manifest {
@@ -118,7 +118,7 @@ static Manifest read_manifest(const std::string &directory, bool drafts) {
     manifest.max_seq_len = root.integer("max_seq_len", 1, MOST);
     manifest.most_drafted = root.integer("max_tree_nodes", 1, MOST);
     manifest.top_k = root.integer("draft_top_k", 1, MOST);
-    // Behind the slots of the text there is room for the tokens that pad a round.
+    // After the slots of the text there is room for the tokens that pad a round.
     manifest.slots = (manifest.max_seq_len + manifest.most_drafted + 15) / 16 * 16;
     for (const json::Value &id : root.get("eos_token_ids", json::Kind::list).items)
       manifest.eos.push_back(id.as_integer("eos_token_ids", 0, MOST));

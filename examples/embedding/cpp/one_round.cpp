@@ -1,10 +1,10 @@
 // Greedy decoding with a draft of fixed length over the TensorRT plans of an engine directory: examples/one_round.py for services
-// in C++. docs/embedding.md says how to build it, docs/engine-directory.md describes the directory.
+// in C++. docs/embedding.md explains the build, docs/engine-directory.md the directory.
 //
 //     one_round plans/ 3 40 5 9 3        # drafted tokens of a round, new tokens, ids of the prompt
 //
-// It prints the ids of the text, and how many tokens a round had. Like the Python program it leaves out trees, sampling, and
-// everything that makes EESD fast. It is for directories whose verify has one stage.
+// It prints the ids of the text, and the tokens per round. Like the Python program it leaves out trees, sampling, and everything
+// that makes EESD fast. It is for directories with verify in one stage.
 
 #include <NvInfer.h>
 #include <cuda_runtime_api.h>
@@ -59,10 +59,10 @@ class Logger : public nvinfer1::ILogger {
     if (severity <= Severity::kERROR && first.empty()) first.assign(message, std::strcspn(message, "\n"));
   }
   std::string reason() const { return first.empty() ? "TensorRT does not say why" : first; }
-  std::string first;  // the first error: others follow from it
+  std::string first;  // the first error; later errors follow from it
 };
 
-// Owns what all calls share. A service that has a runtime, a stream or memory of its own lends them here.
+// Owns the resources that all calls share. A service with a runtime, stream or memory would pass them in here.
 struct Device {
   Logger logger;
   std::unique_ptr<nvinfer1::IRuntime> runtime{nvinfer1::createInferRuntime(logger)};
@@ -91,7 +91,7 @@ struct Plan {
 
 static bool is_cache(const Tensor &tensor) { return tensor.name.rfind("key_", 0) == 0 || tensor.name.rfind("value_", 0) == 0; }
 
-// The shape in a call. An engine has -1 where calls may differ, see has_binding.
+// The shape in a call. An engine has -1 for dimensions that vary between calls, see has_binding.
 static nvinfer1::Dims shape_of(const Tensor &tensor, int64_t slots, int64_t count, int64_t rows) {
   nvinfer1::Dims shape{};
   for (const std::string &size : tensor.shape)
@@ -107,7 +107,7 @@ static bool has_binding(const nvinfer1::ICudaEngine &engine, const Tensor &tenso
   if (found.nbDims != wanted.nbDims) return false;
   for (int i = 0; i < found.nbDims; i++) {
     const std::string &size = tensor.shape[i];
-    // A plan may take more sequences than the one of this program, and a mask of fewer columns. It may fix n where it takes 1.
+    // A plan may accept more sequences than this program's one, and a mask of fewer columns. It may fix n to 1.
     const bool any = found.d[i] == -1 && (size == "B" || (size == "S" && !is_cache(tensor)));
     const bool one = found.d[i] == 1 && (size == "n" || size == "R");
     if (found.d[i] != wanted.d[i] && !any && !one) return false;
@@ -117,7 +117,7 @@ static bool has_binding(const nvinfer1::ICudaEngine &engine, const Tensor &tenso
 
 static Plan load_plan(Device &device, const Manifest &manifest, const Graph &graph, const std::string &directory) {
   const std::string path = directory + "/" + graph.plan, again = "; build it again with: eesd-build --force " + directory + ".";
-  // The file is mapped, not read: the plan of a large model would fill the main memory a second time.
+  // The file is mapped, not read: reading the plan of a large model would fill main memory a second time.
   const int file = open(path.c_str(), O_RDONLY);
   require(file >= 0, path, " cannot be read (", std::strerror(errno), ")", again);
   struct stat info {};
@@ -135,14 +135,14 @@ static Plan load_plan(Device &device, const Manifest &manifest, const Graph &gra
     require(has_binding(*engine, tensor, manifest.slots), path, " has no ", tensor.name, " with the type and the shape of the ",
             "manifest", again);
     if (is_cache(tensor) && !tensor.is_input) {
-      // Later calls would see nothing of keys and values that are written to a copy.
+      // Later calls would not see keys and values that are written to a copy.
       const char *input = engine->getAliasedInputTensor(tensor.name.c_str());
       require(input && input + std::string("_out") == tensor.name, path, " does not update ", tensor.name, " in place", again);
     }
   }
   require(engine->getNbIOTensors() == static_cast<int32_t>(graph.tensors.size()), path, " has other inputs and outputs than ",
           graph.file, again);
-  // Contexts run one after another, so that they share the memory that the largest needs.
+  // Contexts run one after another, so they share the memory of the largest.
   device.scratch_bytes = std::max(device.scratch_bytes, engine->getDeviceMemorySizeV2());
   return {manifest, graph, std::move(engine)};
 }
@@ -156,10 +156,10 @@ static int64_t bytes_of(const Tensor &tensor, const nvinfer1::Dims &shape) {
 }
 
 // A call of a plan with a fixed number of tokens. Shapes are set once: other shapes may run other kernels, whose logits round
-// otherwise, and a CUDA graph would keep those with which it was captured.
+// differently, and a CUDA graph keeps the shapes with which it was captured.
 class Step {
  public:
-  // `rows` tokens get logits. `wanted` is the output that the host reads; empty: none.
+  // `rows` tokens get logits. `wanted` is the output that the host reads; empty for none.
   Step(Device &device, const Plan &plan, int64_t count, int64_t rows, const std::string &wanted)
       : device_(device), plan_(plan), count_(count), rows_(rows), wanted_(wanted) {
     const size_t profile = count > plan.graph.most[0] ? 1 : 0;  // of decoding, and of prefill
@@ -174,8 +174,8 @@ class Step {
   }
   int64_t count() const { return count_; }
 
-  // Runs a chain of tokens whose keys and values fill the slots from `slot` on, and waits. Missing tokens are padded: what
-  // they write lies behind the chain, where no token sees it before another one overwrites it.
+  // Runs a chain of tokens whose keys and values fill the slots from `slot` on, and waits. Missing tokens are padded: their keys
+  // and values follow the chain, where later tokens overwrite them before any token sees them.
   void operator()(const Tokens &tokens, int64_t slot) {
     int64_t *ids = given<int64_t>("input_ids", count_), *positions = given<int64_t>("position_ids", count_);
     for (int64_t i = 0; i < count_; i++) {
@@ -185,7 +185,7 @@ class Step {
     *given<int64_t>("write_indices", 1) = slot;
     if (inputs_.count("logit_rows"))
       for (int64_t i = 0; i < rows_; i++) given<int64_t>("logit_rows", rows_)[i] = i;
-    // A token sees the slots up to its own. A service makes the mask on the GPU, and only as many columns as the text needs.
+    // A token sees the slots up to its own. A service would make the mask on the GPU, with only the columns that the text needs.
     const int64_t slots = plan_.manifest.slots, bytes = mask_->bytes;
     char *mask = given<char>("attn_mask", count_ * slots * bytes);
     std::memset(mask, 0, count_ * slots * bytes);
@@ -224,7 +224,7 @@ class Step {
     const nvinfer1::Dims shape = shape_of(tensor, plan_.manifest.slots, count_, rows_);
     void *address = nullptr;
     if (is_cache(tensor)) {
-      // An output has the address of its input, and the draft those of verify: all calls share one KV cache.
+      // An output has the address of its input, and draft the addresses of verify: all calls share one KV cache.
       const std::string name = tensor.is_input ? tensor.name : tensor.name.substr(0, tensor.name.size() - std::strlen("_out"));
       require(device_.caches.count(name) == 1, "The draft has a cache ", name, " that verify lacks; export again.");
       address = device_.caches.at(name).get();
@@ -257,7 +257,7 @@ class Step {
 
 // ---- Decoding
 
-// Caches begin as zeros: a token's attention multiplies slots that it does not see by 0, and what lies in new memory may be NaN.
+// Caches begin as zeros: attention multiplies hidden slots by 0, and new memory may contain NaN.
 static void make_caches(Device &device, const Plan &verify) {
   for (const Tensor &tensor : verify.graph.tensors)
     if (is_cache(tensor) && tensor.is_input) {
@@ -267,8 +267,8 @@ static void make_caches(Device &device, const Plan &verify) {
     }
 }
 
-// Fills the caches of all layers, the exit head's included, so that the first round may draft. Its logits are not used. A service
-// pads the last piece, to keep its context.
+// Fills the caches of all layers, including the exit head's, so that the first round may draft. Logits are not used. A service
+// would pad the last piece, to keep the context.
 static void prefill(Device &device, const Plan &verify, const Tokens &tokens) {
   const int64_t total = tokens.size(), most = verify.graph.most.back();
   std::optional<Step> call;
@@ -304,29 +304,29 @@ static Text generate(const std::string &directory, int64_t length, int64_t new_t
   make_caches(device, verifier);
   std::optional<Step> draft;
   if (drafter) draft.emplace(device, *drafter, 1, 1, "topk_ids");
-  // Every round has one number of tokens, so one kernel computes a token's logits, however many drafted ones are left.
+  // Every round has the same number of tokens, so the same kernel computes logits, however many drafted tokens remain.
   Step verify(device, verifier, length + 1, length + 1, "logits");
 
   Text text{prompt, 0};
   Tokens &tokens = text.tokens;
-  prefill(device, verifier, Tokens(tokens.begin(), tokens.end() - 1));  // all but the last token, which is the first root
+  prefill(device, verifier, Tokens(tokens.begin(), tokens.end() - 1));  // all but the last token, the first root
   const auto finished = [&] { return Text{Tokens(tokens.begin() + size, tokens.end()), text.rounds}; };
   const int64_t end = size + new_tokens;
   while (static_cast<int64_t>(tokens.size()) < end) {
     const int64_t root = tokens.size() - 1;
     Tokens chain{tokens.back()};
-    for (int64_t step = 0; step < std::min(length, end - root - 2); step++) {  // draft: the bonus token must fit behind it
+    for (int64_t step = 0; step < std::min(length, end - root - 2); step++) {  // draft: the bonus token must fit after it
       (*draft)({chain.back()}, root + step);
       chain.push_back(*draft->result<int64_t>(manifest.top_k));  // ids of the whole vocabulary, the most likely first
     }
     verify(chain, root);  // verify: one pass over the root and the draft
     text.rounds++;
-    for (size_t i = 0; i < chain.size(); i++) {  // commit: what was accepted, and the bonus token, the next root
-      // A service chooses on the GPU, and copies ids instead of logits.
+    for (size_t i = 0; i < chain.size(); i++) {  // commit the accepted tokens, and the bonus token, the next root
+      // A service would choose on the GPU, and copy ids instead of logits.
       const int64_t chosen = likeliest(verify.result<float>((length + 1) * vocab) + i * vocab, vocab);
       tokens.push_back(chosen);
       if (std::count(manifest.eos.begin(), manifest.eos.end(), chosen)) return finished();
-      if (i + 1 < chain.size() && chain[i + 1] != chosen) break;  // the next round writes the slots of the others again
+      if (i + 1 < chain.size() && chain[i + 1] != chosen) break;  // the next round overwrites the slots of the rest
     }
   }
   return finished();
