@@ -82,6 +82,14 @@ def documents(root: Path) -> Iterator[tuple[str, bool, str]]:
             yield package_of(path, root), bool(parts & HELD_OUT), text
 
 
+def held_out_files() -> Iterator[tuple[str, str]]:
+    """Yield (package, text) of each held-out file."""
+    for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
+        for package, held_out, text in documents(root):
+            if held_out and package in HELD_OUT:
+                yield package, text
+
+
 def text_documents(root: Path) -> Iterator[tuple[str, bool, str]]:
     """Yield (folder, whether it is held out, text) of each usable file of English text under
     ``root``."""

@@ -8,12 +8,11 @@ The output has one JSON object per line, with ``id``, ``source`` and ``prompt``.
 
 import json
 import random
-import sysconfig
 from pathlib import Path
 
 import click
 
-from lab.pycode.corpus import HELD_OUT, documents
+from lab.pycode.corpus import held_out_files
 
 CONTEXT_LINES = 18
 
@@ -42,12 +41,8 @@ def main(output: Path, count: int, seed: int) -> None:
     """Choose the same number of prompts from each held-out package."""
     rng = random.Random(seed)
     by_package: dict[str, list[str]] = {}
-    for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
-        for package, held_out, text in documents(root):
-            if held_out and package in HELD_OUT:
-                by_package.setdefault(package, []).extend(
-                    p for p in openings(text) if 300 < len(p) < 1200
-                )
+    for package, text in held_out_files():
+        by_package.setdefault(package, []).extend(p for p in openings(text) if 300 < len(p) < 1200)
     prompts: list[dict[str, object]] = []
     for package, passages in sorted(by_package.items()):
         for prompt in rng.sample(passages, count // len(by_package)):

@@ -11,13 +11,12 @@ import ast
 import json
 import random
 import re
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
-from lab.pycode.corpus import HELD_OUT, documents
+from lab.pycode.corpus import held_out_files
 
 CONTEXT_LINES = 18
 TABLE_LINES = 12
@@ -85,14 +84,6 @@ TASKS: dict[str, Callable[[list[str], ast.Module], Iterator[str]]] = {
     "test": write_test,
     "table": continue_table,
 }
-
-
-def held_out_files() -> Iterator[tuple[str, str]]:
-    """Yield (package, text) of each held-out file."""
-    for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
-        for package, held_out, text in documents(root):
-            if held_out and package in HELD_OUT:
-                yield package, text
 
 
 @click.command()

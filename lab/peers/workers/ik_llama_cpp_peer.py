@@ -1,11 +1,12 @@
-"""ik_llama.cpp, through the C functions of the package ik-llama-cpp-python: plain, or plain with
-weights repacked at load (``rtr``). The package cannot draft."""
+"""ik_llama.cpp, by the C functions of the package ik-llama-cpp-python: plain, or plain from weights
+that it repacks when it loads them (``rtr``). The package has no drafts."""
 
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_decode import decode
 
 PACKAGE = "ik-llama-cpp-python"
 FILE = "model.gguf"
@@ -49,7 +50,13 @@ class Contestant:
         started = time.perf_counter()
         pending = prompt
         while True:
-            self._decode(pending, len(prompt) + len(tokens) - len(pending), every=False)
+            decode(
+                self.lib,
+                self.context,
+                pending,
+                len(prompt) + len(tokens) - len(pending),
+                every=False,
+            )
             pending = [int(self._logits(len(pending) - 1).argmax())]
             tokens += pending
             seconds.append(time.perf_counter() - started)
@@ -58,27 +65,12 @@ class Contestant:
 
     def logits(self, tokens: list[int]) -> Any:
         self.lib.llama_kv_cache_clear(self.context)
-        self._decode(tokens, 0, every=True)
+        decode(self.lib, self.context, tokens, 0, every=True)
         return np.stack([self._logits(index).copy() for index in range(len(tokens))])
 
     def _logits(self, index: int) -> Any:
         row = self.lib.llama_get_logits_ith(self.context, index)
         return np.ctypeslib.as_array(row, (self.vocab,))
-
-    def _decode(self, tokens: list[int], start: int, every: bool) -> None:
-        """Compute tokens from a position on, with the logits of every token or of the last."""
-        batch = self.lib.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for index, token in enumerate(tokens):
-            batch.token[index] = token
-            batch.pos[index] = start + index
-            batch.logits[index] = every or index == len(tokens) - 1
-            batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = 0
-        failed = self.lib.llama_decode(self.context, batch)
-        self.lib.llama_batch_free(batch)
-        if failed:
-            raise RuntimeError("llama_decode failed")
 
 
 load = Contestant

@@ -1,5 +1,5 @@
-"""llama.cpp from the package xllamacpp: plain decoding through its C functions, and drafts from
-n-grams of the text (``ngram``) through its server."""
+"""llama.cpp, as the package xllamacpp carries it: plain decoding by calls of its C functions, and
+drafts by n-grams of the text (``ngram``) by its server."""
 
 import ctypes
 import json
@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_decode import decode
 
 PACKAGE = "xllamacpp"
 FILE = "model.gguf"
 NGRAM = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
 NGRAM_SIZES = {"size_n": 4, "size_m": 8}
-"""Tokens that must repeat, and maximum number of drafted tokens. With the server's defaults, 12 and
-48, texts of less than a hundred tokens are hardly ever drafted."""
+"""Tokens that must repeat, and most drafted tokens. With the server's defaults, 12 and 48, texts of
+less than a hundred tokens are hardly ever drafted."""
 CONTEXT = (512, 2048, 512, 1, 0, 0, 1, 4, 4)
 """The first values of llama_context_default_params(): n_ctx, n_batch, n_ubatch, n_seq_max, three
 others, n_threads, n_threads_batch."""
 
 
 class Struct(ctypes.Structure):
-    """Room for parameters of llama.cpp. They are passed back as they were received."""
+    """Parameters of llama.cpp, which fit in it. They are passed as they were received."""
 
     _fields_ = [("values", ctypes.c_int32 * 256)]
 
@@ -125,7 +126,13 @@ class Plain:
         started = time.perf_counter()
         pending = prompt
         while True:
-            self._decode(pending, len(prompt) + len(tokens) - len(pending), every=False)
+            decode(
+                self.lib,
+                self.context,
+                pending,
+                len(prompt) + len(tokens) - len(pending),
+                every=False,
+            )
             pending = [lib.llama_sampler_sample(sampler, self.context, -1)]
             tokens += pending
             seconds.append(time.perf_counter() - started)
@@ -137,7 +144,7 @@ class Plain:
         seconds."""
         started = time.perf_counter()
         self.lib.llama_memory_seq_rm(self.memory, 0, start, -1)
-        self._decode(tokens, start, every=False)
+        decode(self.lib, self.context, tokens, start, every=False)
         self.lib.llama_get_logits_ith(self.context, -1)
         return time.perf_counter() - started
 
@@ -148,7 +155,7 @@ class Plain:
         for _ in range(count):
             self.lib.llama_memory_seq_rm(self.memory, 0, behind, -1)
             started = time.perf_counter()
-            self._decode([7] * rows, behind, every=True)
+            decode(self.lib, self.context, [7] * rows, behind, every=True)
             self.lib.llama_get_logits_ith(self.context, 0)
             seconds.append(time.perf_counter() - started)
         return seconds
@@ -163,7 +170,7 @@ class Plain:
     def logits(self, tokens: list[int]) -> Any:
         lib = self.lib
         lib.llama_memory_clear(self.memory, True)
-        self._decode(tokens, 0, every=True)
+        decode(self.lib, self.context, tokens, 0, every=True)
         vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         rows = (lib.llama_get_logits_ith(self.context, index) for index in range(len(tokens)))
         return np.stack([np.ctypeslib.as_array(row, (vocab,)).copy() for row in rows])
@@ -177,21 +184,6 @@ class Plain:
         else:
             lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
         return chain
-
-    def _decode(self, tokens: list[int], start: int, every: bool) -> None:
-        """Compute tokens from a position on, with the logits of every token or of the last."""
-        batch = self.lib.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for index, token in enumerate(tokens):
-            batch.token[index] = token
-            batch.pos[index] = start + index
-            batch.logits[index] = every or index == len(tokens) - 1
-            batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = 0
-        failed = self.lib.llama_decode(self.context, batch)
-        self.lib.llama_batch_free(batch)
-        if failed:
-            raise RuntimeError("llama_decode failed")
 
 
 class Server:
@@ -234,7 +226,7 @@ class Server:
 
         def on_chunk(chunk: str) -> bool:
             found = json.loads(chunk)["__verbose"]
-            # Ids of tokens that are only a part of a character are never reported.
+            # The ids of tokens that are only a part of a character never come.
             held = [-1] * (found["tokens_predicted"] - len(tokens) - len(found["tokens"]))
             new = [*held, *found["tokens"]]
             tokens.extend(new)
@@ -255,12 +247,12 @@ class Server:
             return list(pool.map(ask, prompts, counts))
 
     def logits(self, tokens: list[int]) -> None:
-        """Returns None: logits are those of plain decoding."""
+        """None: they are those of plain decoding."""
 
 
 def _drop(level: int, text: bytes, data: int) -> None:
-    """Discard a line of llama.cpp's long log."""
+    """Drop a line of llama.cpp's long log."""
 
 
 SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_drop)
-"""Callback for llama.cpp's log, kept for the life of the process."""
+"""llama.cpp calls it as long as the process lives."""
