@@ -364,5 +364,5 @@ def test_page_shows_the_predictions_beside_published_figures() -> None:
         f"{plain(large, gpu, bits):.1f}"
         for gpu, bits in (("h100", eight), ("h200", eight), ("h100", four))
     ]
-    table = PAGE.read_text().partition("## Beside published figures\n")[2].split("\n| ")[2:9]
+    table = PAGE.read_text().partition("## Published figures\n")[2].split("\n| ")[2:9]
     assert [line.split(" | ")[1] for line in table] == rows
