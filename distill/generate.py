@@ -18,7 +18,7 @@ from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
-SHARD_BATCHES = 4
+SHARD_BATCHES = 2
 """Batches of texts in a shard. Larger shards keep rows busy: near the end of a shard, fewer and
 fewer have texts."""
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple
 
-FIRST = 64
+FIRST = 32
 """Texts or rows of the first portion on a CPU."""
 
 

@@ -18,7 +18,7 @@ from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
-SHARD_TRIES = 64
+SHARD_TRIES = 32
 """Prompts attempted for one file."""
 MAX_TOKENS = 256
 """Longer turns are dropped, because they do not end."""
