@@ -1,13 +1,13 @@
-// Attention over caches in place. A token sees positions in order: those of its context lie in slots of the same number, those
-// behind it in the slots of its path. Tiles of 16 and chunks of 128 are counted by position, so a token of a tree has the bits
-// that it has in a chain.
+// Attention over caches in place. A token sees positions in order: those of its context are in the slots with the same numbers, later
+// positions in the slots of its path. Tiles of 16 and chunks of 128 are counted by position, so a token of a tree has the same bits
+// as in a chain.
 
 constexpr int64_t TILES = CHUNK / 16;
 constexpr int64_t QUERIES = 48;  // queries whose scores over a chunk are kept at once
-constexpr float MOST = 32767;    // level of the largest number of a query, or of a chunk's weights, that is multiplied by levels
+constexpr float MOST = 32767;    // level of the largest number of a query, or of a chunk's weights, for products with levels
 
-// What cells are multiplied by, and the sums. Levels of 8 bits are multiplied by levels of 16 bits, two of them at a time: integers
-// that 32 bits hold, 127 MOST MAX_WIDTH < 2^31, so their order does not matter.
+// The types of cells' factors, and of sums. Levels of 8 bits are multiplied by levels of 16 bits, two at a time. Their sums are integers
+// that fit 32 bits, 127 MOST MAX_WIDTH < 2^31, so their order does not matter.
 template <typename Cell> struct Kind {
   using Factor = float;
   using Sum = Floats;
@@ -21,19 +21,19 @@ static inline Floats load_cells(const uint16_t *p) { return load_float16(p); }
 static inline Words load_cells(const int8_t *p) { return load_words(p); }
 static inline Floats add_products(Floats sum, Floats cells, const float *x) { return fma(cells, all(*x), sum); }
 static inline Bytes add_products(Bytes sum, Words cells, const int16_t *x) { return dot(sum, cells, x); }
-// A sum that goes on from `out`, or a new one of integers.
+// A sum that continues from `out`, or a new sum of integers.
 static inline void begin(Floats &sum, const float *out) { sum = load(out); }
 static inline void begin(Bytes &sum, const float *) { sum = all_sums(0); }
 static inline Floats ended(Floats sum, float) { return sum; }
 static inline Floats ended(Bytes sum, float scale) { return mul(to_floats(sum), all(scale)); }
 
-// Scores of sums: times the query's factor, and of levels times the scales of the keys.
+// Turn sums into scores: times the query's factor, and with levels times the scales of the keys.
 static inline Floats scored(Floats sum, const void *, int64_t, float factor) { return mul(sum, all(factor)); }
 static inline Floats scored(Bytes sum, const int8_t *keys, int64_t width, float factor) {
   return mul(to_floats(sum), mul(load(scales_of(keys, width)), all(factor)));
 }
 
-// work(first, Number) for blocks of 0 to count - 1 that hold at most so many, and about the same number each.
+// Call work(first, Number) for blocks of 0 to count - 1. A block has at most `Most` numbers, and all have about the same number.
 template <int Most, typename Work> static void in_blocks(int64_t count, const Work &work) {
   const int64_t blocks = (count + Most - 1) / Most;
   for (int64_t b = 0, first = 0, last; b < blocks; b++, first = last) {
@@ -59,8 +59,8 @@ static void turn(const Attention &job, const float *x, const float *norm, const 
   if (norm && job.norms_last) normalize(y, norm, job.epsilon, job.head_dim, y);
 }
 
-// Round a row to levels, its largest number to `most` or -most, and zeros behind it to a multiple of 16. Returns their scale: NaN,
-// with levels of 0, where a number is not finite.
+// Round a row to levels, its largest number to `most` or -most, and pad it with zeros to a multiple of 16. Returns the scale: NaN,
+// with levels of 0, if a number is not finite.
 static float round_levels(const float *x, int64_t size, float most, int16_t *levels) {
   float rounded[MAX_WIDTH];
   const auto part = [&](int64_t i) { return load_some(x + i, least(16, size - i)); };
@@ -78,7 +78,7 @@ static float round_levels(const float *x, int64_t size, float most, int16_t *lev
   return finite ? m / most : __builtin_nanf("");
 }
 
-// Write a row into the cells of a slot in a tile; at(d) is where.
+// Write a row into the cells of a slot in a tile; at(d) is the place of number d.
 template <typename Cell, typename At> static void write_row(const Attention &job, const float *x, Cell *tile, int64_t slot, const At &at) {
   int16_t levels[MAX_WIDTH];
   if constexpr (PAIR<Cell> == 2) scales_of(tile, job.width)[slot % 16] = round_levels(x, job.head_dim, 127, levels);
@@ -89,7 +89,7 @@ template <typename Cell, typename At> static void write_row(const Attention &job
   }
 }
 
-// A query beside levels is [width] levels of 16 bits, and its scale times that of all scores.
+// For caches of levels, a query is [width] levels of 16 bits, and its scale times that of all scores.
 static void write_query(const Attention &job, const float *x, float *q) {
   if (job.cells == LEVELS) q[job.width / 2] = job.scale * round_levels(x, job.head_dim, MOST, reinterpret_cast<int16_t *>(q));
   else memcpy(q, x, job.head_dim * sizeof(float));
@@ -121,11 +121,11 @@ static void write(const Attention &job, int64_t first_token, int64_t last_token)
   with_cells(job.cells, [&](auto cell) { write_cells<decltype(cell)>(job, first_token, last_token); });
 }
 
-// The keys and values of a chunk's positions by tiles: those of the cache, or copies where a path is part of the tile. Keys are
-// read some tiles at a time, so the last one may stand twice.
+// The keys and values of a chunk's positions by tiles: those of the cache, or copies if a path is part of the tile. Keys are
+// read some tiles at a time, so the last tile may be listed twice.
 template <typename Cell> struct Tiles {
   const Cell *keys[TILES], *values[TILES];
-  const Cell *next;  // keys of the next chunk, which are fetched in time
+  const Cell *next;  // keys of the next chunk, to fetch in time
 };
 
 // Copy a slot's row from a tile of keys and one of values to a place in two others.
@@ -164,7 +164,7 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// Cells that are fetched while vectors are read, some beside each: into the second cache, where queries are few and memory binds.
+// Cells to fetch while vectors are read, some with each: into the second cache, if queries are few and memory is the limit.
 template <typename Cell> struct Ahead {
   const Cell *from;
   int64_t step;
@@ -174,14 +174,14 @@ template <int Q, typename Cell> static inline void fetch(const Ahead<Cell> &ahea
   else prefetch(ahead.from + vector * ahead.step);
 }
 
-// The part of some tiles that is fetched while `some` queries behind the first ones of `count` read as many.
+// The part of some tiles that is fetched while `some` of `count` queries, after the `first` ones, read the same number.
 template <typename Cell>
 static Ahead<Cell> share_of(const Attention &job, const Cell *from, int64_t tiles, int64_t first, int64_t some, int64_t count) {
   const int64_t cells = tiles * tile_of<Cell>(job.width), vectors = tiles * job.width / PAIR<Cell>;
   return {from + cells * first / count, cells * some / (count * vectors)};
 }
 
-// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and where its part [2 + width] goes.
+// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and the place of its part [2 + width].
 struct Query {
   const float *q;
   int64_t first, seen;
@@ -215,7 +215,7 @@ static void score_tiles(const Attention &job, const Cell *const *keys, const Que
   }
 }
 
-// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V vectors of values. Of
+// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, for Q queries and V vectors of values. With
 // levels: the sum of products, times a scale of each query.
 template <int Q, int V, typename Cell>
 static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last,
@@ -250,7 +250,7 @@ static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t firs
   for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, scales, out, d, ahead);
 }
 
-// Scores that are large become the cap: s = cap - 2 cap / (exp(2 s / cap) + 1), which is cap tanh(s / cap).
+// Limit scores to the cap: s = cap - 2 cap / (exp(2 s / cap) + 1), which is cap tanh(s / cap).
 static void limit(float *scores, int64_t end, float cap) {
   for (int64_t j = 0; j < end; j += 16) {
     const Floats s = load(scores + j), grown = exponential(div(add(s, s), all(cap)));
@@ -258,13 +258,13 @@ static void limit(float *scores, int64_t end, float cap) {
   }
 }
 
-// Set what is not from `first` to `seen` - 1.
+// Set the values outside `first` to `seen` - 1.
 static void leave(float *scores, int64_t first, int64_t seen, float value) {
   for (int64_t j = 0; j < first; j++) scores[j] = value;
   for (int64_t j = seen; j < (seen + 15) / 16 * 16; j++) scores[j] = value;
 }
 
-// The softmax weights of a query over the positions `first` to `seen` - 1 of a chunk, in place of the scores. Gives the maximum
+// The softmax weights of a query over the positions `first` to `seen` - 1 of a chunk, in place of the scores. Returns the maximum
 // and the sum.
 static void weigh(float *scores, int64_t first, int64_t seen, float *result) {
   leave(scores, first, seen, -3e38f);
@@ -287,7 +287,7 @@ static float weigh_levels(const Tiles<int8_t> &tiles, int64_t width, const Query
   return round_levels(weights, (query.seen + 15) / 16 * 16, MOST, levels);
 }
 
-// Add a chunk's part [2 + width] to that of the chunks before it.
+// Merge a chunk's part [2 + width] into that of the previous chunks.
 static void merge(float *part, const float *chunk, int64_t width) {
   const bool grows = chunk[0] > part[0];
   const Floats less = exponential(all(grows ? part[0] - chunk[0] : chunk[0] - part[0])), one = all(1.f);
@@ -327,7 +327,7 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
   if constexpr (levels) factors = rounded;
   else factors = scores;
   in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
-    int64_t shared = queries[i].seen;  // of levels, further ones have weights of 0
+    int64_t shared = queries[i].seen;  // with levels, further positions have weights of 0
     for (int64_t n = i + 1; n < i + number.value; n++)
       shared = (queries[n].seen < shared) != levels ? queries[n].seen : shared;
     const Ahead<Cell> ahead = share_of(job, tiles.next, TILES, i, number.value, count);
@@ -372,7 +372,7 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   }
 }
 
-// Neighbours whose paths begin behind the chunk read its tiles together. Where paths are part of it, each token has its own.
+// Neighbours whose paths begin after the chunk read its tiles together. If paths are part of it, each token has separate tiles.
 template <typename Cell>
 static void attend_cells(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
                          int64_t last_chunk) {

@@ -1,6 +1,6 @@
-// Which experts a token uses, and the sum of what they give.
+// The choice of a token's experts, and the weighted sum of their results.
 
-// The k largest logits of each row, and in the place of their log-probabilities the weights of these experts.
+// The k largest logits of each row, with the weights of these experts instead of log-probabilities.
 static void route(const Routing &job, int64_t first_row, int64_t last_row) {
   top(job.top, first_row, last_row);
   const int64_t k = job.top.k;

@@ -1,6 +1,6 @@
-// How products of a few rows fetch levels ahead (fetch_ahead in levels.h): a line of the next page for each block, or whole blocks.
-// No bit depends on it. Which way is faster depends on the processor: whole blocks take 1.3 times as long on a Zen 4, and .6 of
-// the time on a Zen 3. So the first products of a process are timed, either way at random, and the faster way stays.
+// Choose how products of a few rows fetch levels ahead (fetch_ahead in levels.h): a line of the next page for each block, or whole
+// blocks. No bit depends on it. The faster way depends on the processor: whole blocks take 1.3 times as long on a Zen 4, and .6 of
+// the time on a Zen 3. So the first products of a process are timed, with a random choice for each, and the faster way is kept.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -16,7 +16,7 @@ class Fetching {
  public:
   bool whole() const { return whole_; }
 
-  // Call work(whole), which reads so many bytes of levels; 0 if they are not to be timed.
+  // Call work(whole), which reads `bytes` bytes of levels; with 0 bytes it is not timed.
   template <typename Work> void run(int64_t bytes, const Work &work) {
     if (bytes < LEAST || decided_) return work(whole());
     const bool whole = (count_.fetch_add(1) * 2654435761U >> 31) != 0;  // a hash: passes have equal products at equal places

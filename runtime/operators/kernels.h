@@ -1,5 +1,5 @@
-// What the operators ask of a kernel file. There is one for each instruction set; all give the same bits, because each sum has
-// an order of its own that neither the number of rows, nor threads, nor the width of registers changes (SPECIFICATION.md).
+// The interface of a kernel file. There is one file for each instruction set. All give the same bits, because the order of each sum
+// does not depend on the number of rows, on threads or on the width of registers (SPECIFICATION.md).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -19,31 +19,31 @@ constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 512;  // of a head
-constexpr int64_t FEW_ROWS = 3;     // that wait for weights; of more, arithmetic takes most of the time
+constexpr int64_t FEW_ROWS = 3;     // so many rows wait for weights; with more, arithmetic takes most of the time
 
-// PLANES: levels of 8 bits, of which the lower halves lie behind all panels; UPPER: of the same bytes, what lies before them.
+// PLANES: levels of 8 bits, whose lower halves follow all panels; UPPER: the same bytes, without the lower halves.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
 enum Scales { NARROW, WIDE, SPLIT };  // float16, float32; or int8, times a float16 for 256 inputs
 
-// Where in a panel a block is, and the factors of its scales.
+// Offsets in a panel: of a block, and of the factors of its scales.
 struct Blocks {
   int64_t bytes, factor_bytes;
   [[gnu::always_inline]] int64_t at(int64_t block) const { return block * bytes + (block / SUPER + 1) * factor_bytes; }
   [[gnu::always_inline]] int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * bytes + factor_bytes); }
 };
 
-// A weight [inputs, outputs] in panels of 16 columns. Of levels, a block of a panel holds 32 inputs, then scales, then minimums.
-// Before 8 blocks with split scales are their factors of scales, then of minimums.
+// A weight [inputs, outputs] in panels of 16 columns. With levels, a block of a panel holds 32 inputs, then scales, then minimums.
+// Every 8 blocks with split scales are preceded by their factors of scales, then of minimums.
 struct Matrix {
   const uint8_t *data;
   Format format;
   int64_t inputs, outputs;
   int32_t zero;      // the level that stands for 0; 0 if there are minimums
-  bool fine;         // a scale for 16 inputs, not 32
-  Scales scales;     // what scales and minimums are
+  bool fine;         // a scale is for 16 inputs, not 32
+  Scales scales;     // type of scales and minimums
   bool minimums;
 
-  // Always inlined: of a function that is not, the linker keeps one copy, which may be the one in AVX-512.
+  // Always inlined: the linker keeps a single copy of a function that is not, perhaps the one in AVX-512.
   [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
   [[gnu::always_inline]] bool has_planes() const { return format >= PLANES; }
   [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
@@ -61,7 +61,7 @@ struct Matrix {
     if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
     return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
-  // Of two planes, where the lower one of a panel is; of everything, where it ends.
+  // With two planes, the offset of a panel's lower plane; the size of all bytes.
   [[gnu::always_inline]] int64_t lower_at(int64_t panel) const { return panels() * panel_bytes() + panel * (inputs / BLOCK) * HALF; }
   [[gnu::always_inline]] int64_t bytes() const { return lower_at(has_planes() ? panels() : 0); }
   [[gnu::always_inline]] Blocks blocks() const { return {block_bytes(), factor_bytes()}; }
@@ -82,7 +82,7 @@ static inline float float_of(uint16_t half) {
   return value;
 }
 
-// The float16 that is nearest to a finite float32, ties to even; one that is out of range becomes the largest or smallest one.
+// The float16 nearest to a finite float32, ties to even. Values out of range become the largest or smallest float16.
 static inline uint16_t half_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
@@ -99,17 +99,17 @@ static inline uint16_t half_of(float value) {
   return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
 }
 
-// The activations of some rows as products read them. Index 0 of sums and shares is for blocks of 32 inputs, 1 for halves.
+// The activations of some rows in the form that products read. Index 0 of sums and shares is for blocks of 32 inputs, 1 for halves.
 struct Activations {
   const float *x;          // [rows, inputs]
-  const int8_t *levels;    // [rows, inputs]; null: products are with x
+  const int8_t *levels;    // [rows, inputs]; null if products use x
   const float *scales;     // [rows, inputs / 32]
   const int32_t *sums[2];  // of levels, [rows, inputs / 32 or 16]
-  const float *shares[2];  // of x, or scale times sum: what a minimum is multiplied by
-  bool whole_blocks;       // how up to FEW_ROWS rows fetch levels ahead (fetching.h)
+  const float *shares[2];  // factors of minimums: sums of x, or scale times sum of levels
+  bool whole_blocks;       // whether up to FEW_ROWS rows fetch whole blocks of levels ahead (fetching.h)
 };
 
-// Rows to be made ready: normalized if there is a norm, then rounded to 8 bits by blocks or added up by blocks, if wanted.
+// Rows to prepare: normalized if there is a norm, then rounded to 8 bits by blocks or summed by blocks, if wanted.
 struct Preparation {
   const float *x, *norm;  // [rows, inputs], [inputs] or null
   float epsilon;
@@ -120,8 +120,8 @@ struct Preparation {
   int32_t *sums[2];
 };
 
-// What a gate g and an up part u beside each other become: g / (1 + exp(-g)) u, or with the tanh approximation of GELU, or both
-// limited, as gpt-oss has it.
+// Activation of a gate g and an up part u side by side: g / (1 + exp(-g)) u; or with the tanh approximation of GELU; or with both
+// limited, as in gpt-oss.
 enum Gating : int { APART, SILU, GELU, CLAMPED };
 
 // y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up), or gelu.
@@ -135,7 +135,7 @@ struct Product {
   int64_t rows, outputs;
 };
 
-// A token of a call: where it is written, and what it sees: the slots before `context`, then those of its path.
+// A token of a call: its slot, and the slots that it sees: those before `context`, then those of its path.
 struct Token {
   void *cache;
   int64_t position, slot, context;
@@ -144,18 +144,18 @@ struct Token {
   int64_t seen() const { return context + path_length; }
 };
 
-// What caches hold: float32, float16, or levels of 8 bits with a scale for each row of a head.
+// Types of cache cells: float32, float16, or levels of 8 bits with a scale for each row of a head.
 enum Cells : int { FLOATS, HALVES, LEVELS };
 
-// work(cell) with a cell of the type that caches have.
+// Call work(cell) with a cell of the caches' type.
 template <typename Work> static inline void with_cells(Cells cells, const Work &work) {
   if (cells == FLOATS) work(float());
   else if (cells == HALVES) work(uint16_t());
   else work(int8_t());
 }
 
-// A tile holds the cells of 16 slots; behind levels are the scales of the slots, float32. Keys are [width / p, 16, p], values
-// [16 / p, width, p], where p is 2 for levels: two numbers that are multiplied at once lie side by side.
+// A tile holds the cells of 16 slots; levels are followed by the scales of the slots, float32. Keys are [width / p, 16, p], values
+// [16 / p, width, p], where p is 2 for levels, so that two numbers that are multiplied at once are neighbours.
 template <typename Cell> constexpr int64_t PAIR = sizeof(Cell) == 1 ? 2 : 1;
 template <typename Cell> static inline int64_t tile_of(int64_t width) { return 16 * width + (sizeof(Cell) == 1 ? 64 : 0); }
 template <typename Cell> static inline int64_t key_at(int64_t slot, int64_t d) {
@@ -171,14 +171,14 @@ struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
   Cells cells;
-  bool hides_first;                                        // whether only the first token of a text sees itself
-  bool norms_last;                                         // whether heads are normalized after they are rotated
-  float scale, cap, epsilon;                               // cap: of scores, or 0
+  bool hides_first;                                        // whether only the first token of a text sees slot 0
+  bool norms_last;                                         // whether heads are normalized after rotation
+  float scale, cap, epsilon;                               // cap: largest score, or 0 for none
   int64_t window;                                          // places that a token sees, or 0 for all
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null
-  const float *sinks;                        // [heads]: a score beside those of places, whose value is 0; or null
+  const float *sinks;                        // [heads]: one more score, whose value is 0; or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
-  float *q;                                  // [tokens, heads, width]; beside levels see write_query
+  float *q;                                  // [tokens, heads, width]; for caches of levels see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
   float *y;                                  // [tokens, heads head_dim]
@@ -192,7 +192,7 @@ struct Attention {
   }
 };
 
-// The k largest of each row of logits.
+// The k largest values of each row of logits.
 struct TopK {
   const float *logits;  // [rows, columns]
   int64_t columns, k;
@@ -200,17 +200,17 @@ struct TopK {
   float *logprobs;  // [rows, k]
 };
 
-// Of each row, the experts with the largest logits, and instead of log-probabilities their weights.
+// The experts with the largest logits of each row, with weights instead of log-probabilities.
 struct Routing {
   TopK top;
   bool normed;  // whether the weights are divided by their sum
 };
 
-// What the experts of a token gave, times their weights, added up in ascending order of the experts.
+// The results of a token's experts, times their weights, added up in ascending order of the experts.
 struct Combination {
   const float *experts;     // [rows used, columns]
   const float *weights;     // [rows, used]
-  const int64_t *rows;      // [rows, used]: of `experts`
+  const int64_t *rows;      // [rows, used]: rows of `experts`
   int64_t used, columns;
   const float *residual;    // [rows, columns] or null
   float *y;

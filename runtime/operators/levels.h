@@ -1,15 +1,15 @@
-// Levels, scales and minimums of a panel, as kernels read them.
+// Reading the levels, scales and minimums of a panel.
 
-constexpr int64_t PAGE = 1 << 12;  // bytes, beyond which the processor does not fetch by itself
+constexpr int64_t PAGE = 1 << 12;  // bytes; the processor's own fetching ends at a page
 template <Format format> constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
 
-// Of two planes, the lower one of a block. Its panel's stands two places behind the panel's upper one.
+// The lower plane of a block. In `at`, a panel's lower plane is two places after its upper plane.
 template <Format format> static inline const uint8_t *lower_plane(const uint8_t *const *panel, int64_t block) {
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// What is read soon: whole blocks, or of a few rows a line of the next page for each block, with which some processors fetch the
-// page by themselves (fetching.h).
+// Fetch levels ahead: whole blocks; or, for a few rows, a line of the next page for each block, after which some processors fetch
+// the page by themselves (fetching.h).
 template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
   const bool whole = rows > FEW_ROWS || a.whole_blocks;
   if (!whole) {
@@ -40,10 +40,10 @@ template <Format format> static inline void load_levels(const uint8_t *p, const 
       levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
 }
 
-// Upper halves h, or a sum of theirs, without the level of 0: each stands for the level 16 h + 7.5. A sum has `count` levels. Exact.
+// Convert upper halves h, or a sum of `count` of them, to levels minus the level of 0. Each h stands for 16 h + 7.5. Exact.
 static inline Floats from_upper(const Matrix &w, Floats h, float count) { return fma(h, all(16.f), all((7.5f - (float)w.zero) * count)); }
 
-// Sixteen of the scales or minimums behind a block's levels; `factors` are those of split ones.
+// Sixteen of the scales or minimums that follow a block's levels; `factors` are for split ones.
 static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
   if (w.scales == SPLIT) return mul(load_int8((const int8_t *)p + index * PANEL), load_float16((const uint16_t *)factors));
   return w.scales == WIDE ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);

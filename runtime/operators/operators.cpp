@@ -1,4 +1,4 @@
-// The operators of the domain `eesd`, and how ONNX Runtime registers them. docs/operators.md describes their inputs.
+// The operators of the domain `eesd`, and their registration in ONNX Runtime. docs/operators.md describes their inputs.
 #include "fetching.h"
 #include "pages.h"
 #include "session.h"
@@ -11,11 +11,11 @@
 namespace eesd {
 namespace {
 
-constexpr int64_t FEW = 8;          // rows that one thread makes ready faster than several
-constexpr int64_t MANY = 64;        // rows that take so long that a thread should not have to wait for another one
+constexpr int64_t FEW = 8;          // rows that one thread prepares faster than several
+constexpr int64_t MANY = 64;        // rows that take so long that threads should not wait for each other
 constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
 
-// What nodes take when a session is made; see eesd_configure.
+// Settings of the nodes of new sessions; see eesd_configure.
 struct Settings {
   const Kernels *kernels = nullptr;
   int64_t threads = 1;
@@ -30,7 +30,7 @@ int64_t positive(const Node &node, const char *name) {
   return value;
 }
 
-// A packed weight. The attribute `matrices` describes each by 7 numbers: the members of Matrix behind its data, in order.
+// A packed weight. The attribute `matrices` describes each by 7 numbers: the members of Matrix after its data, in order.
 struct Weights : std::vector<Matrix> {
   std::vector<Pages> pages;  // kept as long as they are read
 };
@@ -57,7 +57,7 @@ Weights read_matrices(const Node &node, size_t first_input) {
   return matrices;
 }
 
-// One value of a weight: that of a row of an embedding table, which is a column here.
+// One value of a weight. A row of an embedding table is a column here.
 float weight_at(const Matrix &w, int64_t k, int64_t column) {
   const uint8_t *panel = w.data + column / PANEL * w.panel_bytes();
   const int64_t c = column % PANEL;
@@ -119,7 +119,7 @@ class Embed {
   Weights table_;
 };
 
-// Memory for the activations of some rows of so many inputs, made ready for products.
+// Memory for the prepared activations of some rows.
 class Ready {
  public:
   Ready(const Settings &of, int64_t rows, int64_t inputs, bool levels)
@@ -132,7 +132,7 @@ class Ready {
            2 * Scratch::bytes_of<float>(2 * blocks_) + 512;
   }
 
-  // Make x [rows, inputs] ready on some of the session's threads.
+  // Prepare x [rows, inputs] on some of the session's threads.
   void prepare(const Call &call, Scratch &memory, const float *x, const float *norm, float epsilon) {
     const int64_t size = rows_ * inputs_;
     job_ = {x, norm, epsilon, inputs_, int8_, levels_, memory.take<float>(size), memory.take<float>(blocks_),
@@ -142,7 +142,7 @@ class Ready {
                   [&](int64_t first, int64_t last) { settings_.kernels->prepare(job_, first, last); });
   }
 
-  // What products read, from a row on.
+  // The activations for products, from a row on.
   Activations from(int64_t row) const {
     const int64_t value = row * inputs_, block = levels_ ? value / BLOCK : 0;
     return {(job_.norm ? job_.normed : job_.x) + value, int8_ ? job_.levels + value : nullptr, job_.scales + block,
@@ -210,8 +210,8 @@ class Multiply {
 };
 
 // x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], gate, up
-// and down of each expert -> y [T, H]: the sum of what the experts with the k largest logits give, times their weights. Of a weight
-// that no token uses nothing is read.
+// and down of each expert -> y [T, H]: the sum of the results of the experts with the k largest logits, times their weights. Weights
+// of experts that no token uses are not read.
 class Mixture {
  public:
   static constexpr const char *name = "Mixture";
@@ -266,8 +266,8 @@ class Mixture {
   }
 
  private:
-  // Rows of products in the order of the experts. Of each token, its rows and weights in this order, too; returns where the rows of
-  // each expert begin, and the end.
+  // Order the rows of products by expert, and the rows and weights of each token in the same order. Returns the begin of each
+  // expert's rows, and the end.
   std::vector<int64_t> sort(int64_t tokens, const int64_t *found, const float *weights, int64_t *rows, float *ordered) const {
     std::vector<int64_t> starts(static_cast<size_t>(experts_) + 1), order(static_cast<size_t>(used_));
     for (int64_t i = 0; i < tokens * used_; i++) starts[static_cast<size_t>(found[i]) + 1]++;
@@ -286,7 +286,7 @@ class Mixture {
     return starts;
   }
 
-  // A weight of each expert, or with gating two of them, times the expert's rows.
+  // A weight of each expert, or with gating two weights, times the expert's rows.
   void multiply(const Call &call, const Ready &ready, const std::vector<int64_t> &starts, size_t part, Gating gating, int64_t columns,
                 float *y) const {
     std::vector<Product> jobs;
@@ -365,7 +365,7 @@ class Attend {
     for (const Token &token : tokens) longest = token.seen() > longest ? token.seen() : longest;
     const std::vector<int64_t> groups = group(tokens);
     const int64_t num_groups = static_cast<int64_t>(groups.size()) - 1, chunks = (longest + CHUNK - 1) / CHUNK;
-    // With enough groups of tokens a unit of work takes all chunks of one; otherwise units share the chunks.
+    // With enough groups of tokens, a unit of work covers all chunks of a group; if not, units share the chunks.
     const bool split = num_groups * job.kv_heads < 4 * settings_.threads;
     job.chunks = split ? chunks : 1;
     const int64_t q_size = count * job.heads * job.width, part_size = count * job.heads * job.chunks * (2 + job.width);
@@ -409,7 +409,7 @@ class Attend {
     return tokens;
   }
 
-  // Where groups of consecutive tokens of one cache begin, and the end. A group's keys are read once.
+  // The begin of each group of consecutive tokens of one cache, and the end. A group's keys are read once.
   std::vector<int64_t> group(const std::vector<Token> &tokens) const {
     std::vector<int64_t> starts;
     const int64_t most = tokens.size() > 64 ? 16 : 64;
@@ -425,8 +425,8 @@ class Attend {
   Attention job_ = {};
 };
 
-// Where states lie: in the caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16], from a layer
-// on. A state has the keys of all heads, then the values, then those of the next layer, as many as it has numbers.
+// States in the caches [layers, 2, kv_heads, slots, width], whose keys are in tiles [slots / 16, width, 16], from a layer on. The
+// numbers of a state fill the keys of all heads, then the values, then those of the next layer.
 class DeepCache {
  public:
   explicit DeepCache(const Node &node)
@@ -439,7 +439,7 @@ class DeepCache {
 
   int64_t size() const { return size_; }
 
-  // The number of tokens. Every number of theirs is checked, because it becomes an address.
+  // The number of tokens. All their numbers are checked, because they become addresses.
   int64_t checked(const Tensor &tokens) const {
     check(tokens.type == ort::INT64 && tokens.shape.size() == 2 && tokens.shape[1] == 5, "tokens are [T, 5] int64");
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
@@ -450,7 +450,7 @@ class DeepCache {
     return tokens.shape[0];
   }
 
-  // The slot of the token so many before that of a row of tokens, along its path; -1: there is none.
+  // The slot of a token's ancestor at this distance along its path; -1 if there is none.
   int64_t ancestor(const int64_t *row, const int32_t *path, int64_t distance) const {
     const int64_t place = row[3] + row[4] - 1 - distance;
     if (place < 0) return -1;
@@ -487,9 +487,9 @@ class DeepCache {
       const float inverse = most >= 0x1p-100f ? 127 / most : 0;
       if (scale) {
         uint32_t bits;
-        const float exact = most / 127 + sum;  // NaN where a number is not finite
+        const float exact = most / 127 + sum;  // NaN if a number is not finite
         memcpy(&bits, &exact, 4);
-        bits &= ~255u;  // 127 times the scale is exact, so that a carried state has the same levels and scale again
+        bits &= ~255u;  // makes 127 times the scale exact, so that a carried state keeps its levels and scale
         memcpy(scale, &bits, 4);
       }
       for (int64_t d = 0; d < count; d++) {
@@ -548,8 +548,8 @@ class WriteState {
   DeepCache cache_;
 };
 
-// tokens [T, 5] int64 -> states [T, size]: what the slot before each token has, zeros before the first slot. Each is copied into
-// the token's own slot, so tokens in consecutive slots, of this call or the next, get the state before the first of them.
+// tokens [T, 5] int64 -> states [T, size]: the state in the slot before each token, zeros before the first slot. It is copied into
+// the token's own slot, so tokens in consecutive slots, of this call or the next, get the state before the first token.
 class CarryState {
  public:
   static constexpr const char *name = "CarryState";
@@ -572,8 +572,8 @@ class CarryState {
   DeepCache cache_;
 };
 
-// tokens [T, 5] int64, paths [T, P] int32, and what must have been written before -> states [T, size]: what the slot of the token
-// that each token follows has, zeros for the first one of a text.
+// tokens [T, 5] int64, paths [T, P] int32, and inputs that must be computed first -> states [T, size]: the states of the tokens'
+// parents, zeros for the first token of a text.
 class ParentState {
  public:
   static constexpr const char *name = "ParentState";
@@ -597,7 +597,7 @@ class ParentState {
 };
 
 // a, b and c side by side [T, 3 size], tokens [T, 5] int64, paths [T, P] int32, weights [size, taps] -> y [T, size]. The state a c
-// of each token is written into its slot. y is b times the sum of the states of the token and of those it follows, weighted.
+// of each token is written into its slot. y is b times the weighted sum of the states of the token and of its ancestors.
 class Convolve {
  public:
   static constexpr const char *name = "Convolution";
@@ -624,7 +624,7 @@ class Convolve {
         cache_.put(states + t * size, cache_of(t), rows[t * 5 + 2]);
       }
     });
-    call.parallel(count, parts, [&](int64_t first, int64_t last) {  // when all states are written
+    call.parallel(count, parts, [&](int64_t first, int64_t last) {  // after all states are written
       std::vector<float> found(static_cast<size_t>(size));
       for (int64_t t = first; t < last; t++) {
         float *sum = y + t * size;
@@ -643,7 +643,7 @@ class Convolve {
   }
 
  private:
-  // Add the state of the token so many before, times the weights of this distance.
+  // Add the state of the ancestor at this distance, times its weights.
   void add(const float *state, int64_t distance, float *sum) const {
     for (int64_t i = 0; i < cache_.size(); i++) sum[i] += weights_[(i + 1) * taps_ - 1 - distance] * state[i];
   }
@@ -654,7 +654,7 @@ class Convolve {
   const float *weights_;
 };
 
-// logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids they are the columns.
+// logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids, columns are returned.
 class Choose {
  public:
   static constexpr const char *name = "TopK";
@@ -687,7 +687,7 @@ ort::Status *status_of(const std::string &why) {
   return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
 }
 
-// Do some work. Returns what it throws, as a status.
+// Do some work. Returns an exception as a status.
 template <typename Work> ort::Status *guarded(const Work &work) {
   try {
     work();
@@ -699,7 +699,7 @@ template <typename Work> ort::Status *guarded(const Work &work) {
   }
 }
 
-// An operator for ONNX Runtime. All inputs of a node are one variadic one, so that types may differ.
+// An operator for ONNX Runtime. All inputs of a node are one variadic input, so that types may differ.
 template <typename Operator> const ort::CustomOp *custom_op() {
   static ort::CustomOp op = [] {
     ort::CustomOp own = {};
@@ -729,7 +729,7 @@ template <typename Operator> const ort::CustomOp *custom_op() {
 
 const Kernels *const all_kernels[] = {&avx512_kernels, &avx2vnni_kernels, &avx2_kernels, &i8mm_kernels, &neon_kernels, &scalar_kernels};
 
-// The kernels with this name, or if it is empty the fastest ones; null: this processor does not support them.
+// The kernels with this name, or the fastest if it is empty; null if this processor does not support them.
 const Kernels *find_kernels(const char *name) {
   for (const Kernels *one : all_kernels)
     if (one->supported() && (!*name || !strcmp(name, one->name))) return one;
@@ -741,9 +741,9 @@ const Kernels *find_kernels(const char *name) {
 
 extern "C" {
 
-// Choose what the nodes of the sessions take that are made from now on: the kernels (a name, or "" for the fastest ones), the
-// threads of the session, whether activations are rounded to 8 bits where weights are levels, and a number of Cells. Files of weights
-// of at most so many bytes are copied to large pages. Returns the kernels' name; null if this processor does not support them.
+// Set the nodes of sessions that are made from now on: the kernels (a name, or "" for the fastest), the threads of the session,
+// whether activations are rounded to 8 bits for weights that are levels, and the number of Cells. Files of weights of at most
+// `most_copied` bytes are copied to large pages. Returns the kernels' name; null if this processor does not support them.
 EESD_EXPORT const char *eesd_configure(const char *name, int64_t threads, int int8, int cells, int64_t most_copied) {
   const eesd::Kernels *found = eesd::find_kernels(name);
   if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0, static_cast<eesd::Cells>(cells), most_copied};
@@ -752,9 +752,9 @@ EESD_EXPORT const char *eesd_configure(const char *name, int64_t threads, int in
 
 EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::ApiBase *base) {
   eesd::table = base->get_table(ort::VERSION);
-  if (!eesd::table) return nullptr;  // an older ONNX Runtime, which then does not know the operators
+  if (!eesd::table) return nullptr;  // an older ONNX Runtime, which then lacks the operators
   if (!eesd::settings.kernels) return eesd::status_of("eesd_configure has chosen no kernels");
-  static ort::Domain *domain = [] {  // one for all sessions
+  static ort::Domain *domain = [] {  // shared by all sessions
     ort::Domain *made = nullptr;
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :

@@ -1,5 +1,5 @@
-// The part of ONNX Runtime's C interface that these operators use. The wheels have no headers. The interface is a table of
-// functions that only grows, so a function keeps its place (onnxruntime_c_api.h, interface version 18 and later).
+// The part of ONNX Runtime's C interface that these operators use, because the wheels have no headers. The interface is a table of
+// functions that only grows, so functions keep their places (onnxruntime_c_api.h, interface version 18 and later).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -36,7 +36,7 @@ struct ApiBase {
   const char *(*version)();
 };
 
-// OrtCustomOp. A session looks at as many members as `version` says.
+// OrtCustomOp. A session reads only the members that `version` has.
 struct CustomOp {
   uint32_t version;
   void *(*create)(const CustomOp *, const Table *, const Info *);

@@ -1,5 +1,5 @@
-// Packs stored weights into panels, some panels on each thread. A weight is read twice: its values
-// decide what form it takes.
+// Packs stored weights into panels, some panels on each thread. A weight is read twice, because its
+// values decide its form.
 #include "stored.h"
 
 #include <atomic>
@@ -50,7 +50,7 @@ void each_unit(const Matrix &matrix, int64_t threads, const Work &work) {
   std::vector<std::thread> others;
   try {
     for (int64_t i = 1; i < std::min(threads, parts); i++) others.emplace_back(run);
-  } catch (...) {  // fewer threads do it, too
+  } catch (...) {  // fewer threads will do
   }
   run();
   for (std::thread &other : others) other.join();
@@ -61,7 +61,7 @@ constexpr struct {
   int levels;
 } FORMATS[] = {{BITS4, 16}, {BITS5, 32}, {BITS6, 64}, {BITS8, 256}, {PLANES, 256}};
 
-// The narrowest format that holds these levels, and what must be added to them.
+// The narrowest format that holds these levels, and the number to add to them.
 void find_format(Range levels, Matrix &matrix) {
   for (const auto &one : FORMATS) {
     matrix.format = one.format;
@@ -78,13 +78,13 @@ bool are_levels(int bits, Format format) {
 
 bool is_float16(float value) { return float_of(half_of(value)) == value; }
 
-// Integers and a float16 whose products are these values, if the largest one is `most` times it.
+// Integers and a float16 whose products are these values, if the largest is `most` times the float16.
 bool split_by(const float *values, int64_t count, float largest, int most, int8_t *integers,
               uint16_t &factor) {
   const float exact = largest / static_cast<float>(most);
   uint32_t bits;
   memcpy(&bits, &exact, 4);
-  // What normal float16 give as a product gives them as a quotient. Most candidates end here.
+  // A product with a normal float16 has that float16 as its quotient. Most candidates fail here.
   if (std::fabs(exact) >= 65520 || (std::fabs(exact) >= 0x1p-14f && (bits & 0x1fff))) return false;
   factor = half_of(exact);
   const float rounded = float_of(factor);
@@ -97,7 +97,7 @@ bool split_by(const float *values, int64_t count, float largest, int most, int8_
 }
 
 // Integers and a float16 whose products are these values. The largest value is some integer times
-// it; those that files have there are tried first.
+// the float16; the integers that files use are tried first.
 bool split(const float *values, int64_t count, int8_t *integers, uint16_t &factor) {
   float largest = 0;
   for (int64_t i = 0; i < count; i++)
@@ -111,10 +111,10 @@ bool split(const float *values, int64_t count, int8_t *integers, uint16_t &facto
   return false;
 }
 
-// What is known of a weight's values while threads look at them.
+// Facts about a weight's values, while threads read them.
 struct Facts {
   std::atomic<int> least{32767}, most{-32768};
-  std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are, or float16
+  std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are finite; float16
   std::atomic<bool> products;                    // whether all can be split
 
   void see(Range levels) {
@@ -136,7 +136,7 @@ struct Facts {
 
 bool can_have_planes(const Matrix &m) { return m.format == BITS8 && !m.fine && !m.minimums; }
 
-// Whether no level that a type has can change the format any more.
+// Whether no possible level of a type can still change the format.
 bool is_widest(Range seen, Range possible) {
   Matrix now = {}, last = {};
   find_format(seen, now);
@@ -166,7 +166,7 @@ void look_at(const Source &source, const Matrix &matrix, const Unit &unit, Facts
   facts.see(range_of(levels, unit));
 }
 
-// 4 bits of each level of a block, from a bit on.
+// 4 bits of each level of a block, from a given bit on.
 void pack_low_bits(const uint8_t (&groups)[8][64], int first_bit, uint8_t *to) {
   for (int g = 0; g < 4; g++)
     for (int j = 0; j < 64; j++) {
@@ -175,7 +175,7 @@ void pack_low_bits(const uint8_t (&groups)[8][64], int first_bit, uint8_t *to) {
     }
 }
 
-// The levels of a block in a format; of two planes the upper one.
+// The levels of a block in a format; for two planes, the upper plane.
 void pack_bits(const uint8_t (&groups)[8][64], Format format, uint8_t *to) {
   if (format == BITS8) {
     memcpy(to, groups, sizeof groups);
@@ -196,7 +196,7 @@ void pack_bits(const uint8_t (&groups)[8][64], Format format, uint8_t *to) {
     }
 }
 
-// The levels of a unit. False: one of them is not in the format.
+// Pack the levels of a unit. Returns false if one of them does not fit the format.
 bool pack_levels(const Source &source, const Matrix &matrix, const Unit &unit, uint8_t *to) {
   Levels levels;
   uint8_t bytes[PANEL][UNIT_INPUTS] = {}, groups[8][64];
@@ -224,7 +224,7 @@ void store(uint8_t *to, int64_t index, Value value) {
   memcpy(to + index * static_cast<int64_t>(sizeof value), &value, sizeof value);
 }
 
-// The scales of a unit, or what lies behind them: its minimums. False: they are of another kind.
+// Pack the scales of a unit, or its minimums, which follow. Returns false if they are of another kind.
 bool pack_shared(const float (&values)[PANEL][MOST_SHARED], const Matrix &matrix, const Unit &unit,
                  bool behind, uint8_t *to) {
   const int64_t halves = matrix.fine ? 2 : 1, rows = unit.count / BLOCK * halves;
@@ -269,7 +269,7 @@ void pack_floats(const Source &source, const Matrix &matrix, const Unit &unit, u
                     [&](int64_t c, int64_t k, Value value) { store(start, k * PANEL + c, value); });
 }
 
-// What a weight's type and arrays say of its panels; its values decide the rest.
+// The properties of a weight's panels that follow from its type and arrays. Its values decide the rest.
 Matrix described(const Source &source) {
   Matrix matrix = {
       nullptr, static_cast<Format>(source.type), source.inputs, source.outputs, 0, false, NARROW,

@@ -1,6 +1,6 @@
-// Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
+// Products of a few rows with panels of a weight: every (row, column) has a separate sum, over the inputs in order.
 
-constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels pass
+constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels are read
 constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
 constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same for levels
 
@@ -32,7 +32,7 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
     for (int i = 0; i < P; i++) store(out + (m * 2 + i) * PANEL, sum[m][i]);
 }
 
-// M rows of float32 activations times a panel of levels. Of each block, or half of one, with sums of the even and the odd inputs:
+// M rows of float32 activations times a panel of levels. For each block, or half of one, with sums of the even and the odd inputs:
 //   sum = fma(even + odd, scale, sum), then fma(minimum, share, sum)
 template <Format format, bool fine, int M>
 static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
@@ -71,7 +71,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-// Panels of one kind of levels: P of them, times M rows. Planes have a scale for 32 inputs, and no minimums.
+// P panels of one kind of levels times M rows. Planes have a scale for 32 inputs, and no minimums.
 template <Format format, int P, int M>
 static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr bool any = format < PLANES;
@@ -118,7 +118,7 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
 
-// Write rows of a panel's results where they belong. The bias of a gate was added before.
+// Write rows of a panel's results to their places. The bias of a gate is already added.
 static void put(const Product &job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float *out) {
   for (int m = 0; m < rows; m++) {
     const int64_t at = (row + m) * job.outputs + column;
@@ -131,7 +131,7 @@ static void put(const Product &job, int64_t row, int64_t rows, int64_t column, i
 
 constexpr float CLAMP = 7, CLAMPED_SLOPE = 1.702f;  // of gpt-oss
 
-// A gate divided by what makes it silu(gate), or gelu(gate).
+// silu(gate) or gelu(gate), by a division.
 static inline Floats activated(Floats g, Gating gating) {
   Floats a = g;
   if (gating == CLAMPED) a = mul(g, all(CLAMPED_SLOPE));
@@ -139,7 +139,7 @@ static inline Floats activated(Floats g, Gating gating) {
   return div(g, add(all(1.f), exponential(sub(all(0), a))));
 }
 
-// Gate and up beside each other become silu(gate) up, in the place of the gate.
+// Replace the gate, which is beside its up part, by silu(gate) up.
 static void gate(const Product &job, int64_t rows, int64_t column, int64_t columns, float *out) {
   for (int m = 0; m < rows; m++, out += 2 * PANEL) {
     Floats g = load(out), u = load(out + PANEL);
@@ -156,7 +156,7 @@ static void gate(const Product &job, int64_t rows, int64_t column, int64_t colum
   }
 }
 
-// A panel, or two side by side, of all rows of a block.
+// A panel, or two side by side, for all rows of a block.
 static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
   float out[EESD_ROWS * 2 * PANEL];
@@ -171,7 +171,7 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
   }
 }
 
-// Panels are counted through all parts; of a gate and an up part, panel j is that of both.
+// Panels are numbered through all parts; for a gate and an up part, panel j means both.
 static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
   const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_ROWS * EESD_ROWS;
   const int64_t row_block = fitting < 48 ? 48 : fitting;

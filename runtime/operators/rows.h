@@ -14,7 +14,7 @@ template <int Most, typename Work> static void with_number(int64_t count, const 
   work(Number<Most>{});
 }
 
-// Sixteen values of which only the first `count` are there; the others are 0.
+// Load the first `count` of sixteen values; the rest are 0.
 static inline Floats load_some(const float *p, int64_t count) {
   if (count == 16) return load(p);
   float lane[16] = {0};
@@ -30,7 +30,7 @@ static inline void store_some(float *p, int64_t count, Floats values) {
   for (int64_t i = 0; i < count; i++) p[i] = lane[i];
 }
 
-// e^a, with an error of about 1 ulp, for a from -87 to 88; outside of it, that of the nearer end (Cephes, expf).
+// e^a, with an error of about 1 ulp, for a from -87 to 88; outside of this range, that of the nearer end (Cephes, expf).
 static inline Floats exponential(Floats a) {
   a = smaller(larger(a, all(-87.f)), all(88.f));
   const Floats whole = nearest(mul(a, all(1.44269504f)));
@@ -46,7 +46,7 @@ static inline Floats exponential(Floats a) {
   return mul(p, power_of_two(whole));
 }
 
-// y = x / rms(x) * weight, of one row. x and y may be the same.
+// y = x / rms(x) * weight, for one row. x and y may be the same.
 static inline void normalize(const float *x, const float *weight, float epsilon, int64_t size, float *y) {
   const auto part = [size](const float *p, int64_t i) { return load_some(p + i, least(16, size - i)); };
   Floats squares = all(0);
@@ -56,8 +56,8 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
     store_some(y + i, least(16, size - i), mul(mul(part(x, i), all(factor)), part(weight, i)));
 }
 
-// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127. Where it is so small that 127 divided by it could be
-// infinite, all levels are 0. Where a value is not finite, the scale is NaN, too: so are then all products of the row.
+// Round blocks of 32 values of one row to 8 bits: the largest becomes level 127 or -127. If it is so small that 127 divided by it
+// could be infinite, all levels are 0. If a value is not finite, the scale is NaN, and so are all products of the row.
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
   for (int64_t b = 0; b < blocks; b++) {

@@ -1,5 +1,5 @@
-// Stored weights, and how they are read: levels, scales and minimums of 16 columns, as arrays or as
-// the blocks of GGUF files (ggml-common.h).
+// Reading stored weights: levels, scales and minimums of 16 columns, from arrays or from the blocks
+// of GGUF files (ggml-common.h).
 #pragma once
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace eesd {
 
-// What a weight is stored as. The first three are those of Format, the last ten blocks of GGUF
+// Types of stored weights. The first three are those of Format, the last ten are blocks of GGUF
 // files. export/cpu/panels.py has them in the same order.
 enum Stored : int64_t { FLOATS32, FLOATS16, BFLOATS16, INT8, UINT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
                         Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, STORED_TYPES };
@@ -21,14 +21,14 @@ struct Array {
 // A stored weight. export/cpu/panels.py has the same members, and checks the shapes of arrays.
 struct Source {
   int64_t type, inputs, outputs;
-  int64_t groups;          // of levels in arrays: scales of an output
-  int64_t planes;          // whether levels of 8 bits shall lie in two planes, where they can
-  int64_t bytes;           // of blocks, of all of them
+  int64_t groups;          // for levels in arrays: number of scales of an output
+  int64_t planes;          // whether to put levels of 8 bits into two planes, if possible
+  int64_t bytes;           // of all blocks
   Array values;            // floats, levels, or without steps the blocks of row after row
-  Array scales, minimums;  // of levels in arrays: float32; minimums may be null
+  Array scales, minimums;  // for levels in arrays: float32; minimums may be null
 };
 
-constexpr int64_t UNIT_INPUTS = SUPER * BLOCK;  // inputs that are read at once, or fewer at the end
+constexpr int64_t UNIT_INPUTS = SUPER * BLOCK;  // inputs that are read at once; fewer at the end
 constexpr int64_t MOST_SHARED = 16;             // scales of a column in a unit
 
 struct Range {
@@ -37,9 +37,9 @@ struct Range {
 
 // A type of levels.
 struct Kind {
-  int64_t inputs, bytes;  // of a block; of an array, of a level
+  int64_t inputs, bytes;  // of a block; in an array, of a level
   bool fine, minimums;  // of a block: whether a scale is for 16 inputs, whether there are minimums
-  Range levels;         // all that there can be
+  Range levels;         // of all possible levels
 };
 constexpr Kind KINDS[] = {
     {1, 1, false, false, {-128, 127}},   {1, 1, false, false, {0, 255}},
@@ -57,7 +57,7 @@ struct Unit {
 };
 using Levels = int16_t[PANEL][UNIT_INPUTS];
 
-// Scales and minimums of a unit, column by column. Those behind the last column are zeros.
+// Scales and minimums of a unit, column by column; zeros after the last column.
 struct Shared {
   float scales[PANEL][MOST_SHARED] = {}, minimums[PANEL][MOST_SHARED] = {};
 };
@@ -72,7 +72,7 @@ inline float half_at(const uint8_t *data, int64_t offset) {
   return float_of(load_at<uint16_t>(data, offset));
 }
 
-// take(column, input, value) for the values of a unit.
+// Call take(column, input, value) for the values of a unit.
 template <typename Value, typename Take>
 void read_array(const Array &array, const Unit &unit, const Take &take) {
   const uint8_t *from =
@@ -89,8 +89,8 @@ void read_array(const Array &array, const Unit &unit, const Take &take) {
   }
 }
 
-// Add fields of some bits to levels: of each group of bytes first all fields at the lowest bits,
-// then at the next ones.
+// Add fields of some bits to levels: from each group of bytes, first all fields at the lowest bits,
+// then those at the next bits.
 template <int GROUP, int BITS>
 void add_fields(const uint8_t *data, int64_t bytes, int left, int16_t *levels) {
   for (int64_t at = 0; at < bytes; at += GROUP)
@@ -103,7 +103,7 @@ void add_fields(const uint8_t *data, int64_t bytes, int left, int16_t *levels) {
 // The levels of a block.
 inline void read_block(int64_t type, const uint8_t *block, int16_t *levels) {
   const Kind &kind = KINDS[type - INT8];
-  const int64_t rest = kind.minimums ? 4 : 2;  // of blocks of 32: behind the scale, and the minimum
+  const int64_t rest = kind.minimums ? 4 : 2;  // in blocks of 32: after the scale, and the minimum
   std::fill_n(levels, kind.inputs, static_cast<int16_t>(type == Q8_0 ? 0 : kind.levels.least));
   switch (type) {
     case Q4_0:
@@ -127,11 +127,11 @@ inline void read_block(int64_t type, const uint8_t *block, int16_t *levels) {
   }
 }
 
-// The scales of a block of 256, and its minimums if it has some.
+// The scales of a block of 256, and its minimums if it has any.
 inline void read_k_shared(int64_t type, const uint8_t *block, float *scales, float *minimums) {
   if (type == Q6_K) {
     for (int i = 0; i < 16; i++) scales[i] = half_at(block, 208) * load_at<int8_t>(block, 192 + i);
-  } else if (type == Q3_K) {  // of 6 bits the upper two lie apart
+  } else if (type == Q3_K) {  // of 6 bits, the upper two are stored separately
     for (int i = 0; i < 16; i++) {
       const int integer =
           (block[96 + i % 8] >> i / 8 * 4 & 15) | (block[104 + i % 4] >> i / 4 * 2 & 3) << 4;
@@ -142,7 +142,7 @@ inline void read_k_shared(int64_t type, const uint8_t *block, float *scales, flo
       scales[i] = half_at(block, 80) * static_cast<float>(block[i] & 15);
       minimums[i] = -(half_at(block, 82) * static_cast<float>(block[i] >> 4));
     }
-  } else {  // of 6 bits, the upper two of the last four lie apart
+  } else {  // of 6 bits, the upper two of the last four scales are stored separately
     const uint8_t *first = block + 4, *second = block + 8, *low = block + 12;
     for (int i = 0; i < 8; i++) {
       const int scale = i < 4 ? first[i] & 63 : (low[i - 4] & 15) | first[i - 4] >> 6 << 4;
@@ -153,7 +153,7 @@ inline void read_k_shared(int64_t type, const uint8_t *block, float *scales, flo
   }
 }
 
-// work(column, block, place in the unit) for the blocks of a unit.
+// Call work(column, block, place in the unit) for the blocks of a unit.
 template <typename Work>
 void each_block(const Source &source, const Unit &unit, const Work &work) {
   const Kind &kind = kind_of(source);
@@ -178,7 +178,7 @@ inline void read_levels(const Source &source, const Unit &unit, Levels &levels) 
   }
 }
 
-// A scale is for 16 inputs if the matrix is fine, else for 32. One for more inputs is repeated.
+// A scale is for 16 inputs if the matrix is fine, else for 32. A scale for more inputs is repeated.
 inline void read_shared(const Source &source, const Matrix &matrix, const Unit &unit, Shared &to) {
   const int64_t size = matrix.fine ? 16 : BLOCK;
   if (source.type > UINT8) {
@@ -205,11 +205,11 @@ inline void read_shared(const Source &source, const Matrix &matrix, const Unit &
 
 extern "C" {
 
-// Find out on some threads how a weight is packed: the 7 numbers that describe it, and its bytes.
-// Returns null, or why it cannot be packed.
+// Plan on some threads how to pack a weight: the 7 numbers that describe it, and its bytes.
+// Returns null, or the reason why it cannot be packed.
 EESD_EXPORT const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers);
 
-// Pack a weight as eesd_plan found, into as many bytes. Returns null, or why it cannot be packed.
+// Pack a weight by the result of eesd_plan. Returns null, or the reason why it cannot be packed.
 EESD_EXPORT const char *eesd_pack(const eesd::Source *source, int64_t threads,
                                   const int64_t *numbers, uint8_t *to);
 }

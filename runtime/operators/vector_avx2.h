@@ -4,7 +4,7 @@
 #define EESD_ROWS 6
 #define EESD_PANELS 1
 #define EESD_SUMS 4
-// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+// Sums that attention holds in registers: of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 6, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries <= 3 ? 2 : 1; }
 constexpr int64_t AHEAD = 6144;
@@ -104,7 +104,7 @@ static inline Four all_fours(const int8_t *x) {
   memcpy(&four, x, 4);
   return {_mm256_set1_epi32(four)};
 }
-// Keeps the compiler from adding up later, for which it would need memory.
+// Keeps the compiler from delaying sums, which would then need memory.
 static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 #ifdef EESD_DOT
 template <bool wide> static inline Bytes dot(Bytes x, Bytes levels, Four four) {

@@ -4,7 +4,7 @@
 #define EESD_ROWS 8
 #define EESD_PANELS 2
 #define EESD_SUMS 16
-// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+// Sums that attention holds in registers: of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 8, KEY_TILES = 2;
 constexpr int vectors_beside(int queries) { return queries <= 4 ? 4 : 2; }
 constexpr int64_t AHEAD = 16384;
@@ -69,7 +69,7 @@ static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
 static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
   if (second) low.v = _mm512_srli_epi16(low.v, 4);
   else high.v = _mm512_slli_epi16(high.v, 4);
-  return {_mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low.v, high.v, 0xCA)};  // where the mask has a 1 that of low
+  return {_mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low.v, high.v, 0xCA)};  // low's bit where the mask is 1
 }
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   uint64_t bits;

@@ -8,7 +8,7 @@
 #define EESD_ROWS 4
 #define EESD_PANELS 1
 #define EESD_SUMS 8
-// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+// Sums that attention holds in registers: of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 constexpr int64_t AHEAD = 2048;
@@ -29,7 +29,7 @@ static inline Floats sub(Floats a, Floats b) { EACH a.v[i] = vsubq_f32(a.v[i], b
 static inline Floats mul(Floats a, Floats b) { EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
 static inline Floats div(Floats a, Floats b) { EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
 static inline Floats fma(Floats a, Floats b, Floats c) { EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
-// vmaxq_f32 would keep a NaN of either argument; here the second one is taken, as everywhere else.
+// vmaxq_f32 would keep a NaN of either argument; here the second argument is taken, as in the other vector files.
 static inline float32x4_t larger_quarter(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 static inline Floats larger(Floats a, Floats b) { EACH a.v[i] = larger_quarter(a.v[i], b.v[i]); return a; }
 static inline Floats smaller(Floats a, Floats b) { EACH a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
@@ -105,7 +105,7 @@ static inline Four all_fours(const int8_t *x) {
 template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
 #if EESD_PAIRS
   EACH sums.v[i] = bytes(vusdotq_s32(ints(sums.v[i]), levels.v[i], four.v));
-#else  // sdot takes signed levels, which those up to 127 are, too; larger ones are multiplied by halves
+#else  // sdot takes signed levels, so levels up to 127 fit; larger levels are multiplied by halves
   const Bytes low = wide ? low_bits(levels, 0, 15) : levels, high = low_bits(levels, 4, 15);
   EACH {
     int32x4_t sum = vdotq_s32(ints(sums.v[i]), vreinterpretq_s8_u8(low.v[i]), four.v);

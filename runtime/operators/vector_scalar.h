@@ -1,19 +1,19 @@
-// Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
+// Sixteen lanes in plain C++: the specification of the other vector files, and the kernels for processors without them.
 
 // How products of levels add up, and what a kernel holds in registers at most:
 #define EESD_INTEGERS "integers.h"
 #define EESD_ROWS 4   /* rows */
 #define EESD_PANELS 2 /* panels of levels */
 #define EESD_SUMS 8   /* sums of rows and two panels of floats */
-// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+// Sums that attention holds in registers: of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
-constexpr int64_t AHEAD = 0;  // levels are fetched so many bytes before they are needed
+constexpr int64_t AHEAD = 0;  // bytes by which levels are fetched before they are needed
 
 struct Floats {
   float lane[16];
 };
-struct Bytes {  // 64 bytes, which are four levels of each of 16 columns; or 16 sums
+struct Bytes {  // 64 bytes: four levels of each of 16 columns, or 16 sums
   union {
     uint8_t byte[64];
     int32_t lane[16];
@@ -75,12 +75,12 @@ static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
   for (int i = 0; i < 64; i++) low.byte[i] |= high.byte[i] << shift;
   return low;
 }
-// Of each byte bits 0-3 of `low` and of `high`, or with `second` bits 4-7 of both.
+// Bits 0-3 of each byte of `low` and of `high`, or with `second` bits 4-7 of both.
 static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
   for (int i = 0; i < 64; i++) low.byte[i] = second ? low.byte[i] >> 4 | (high.byte[i] & 240) : (low.byte[i] & 15) | high.byte[i] << 4;
   return low;
 }
-// Bytes of which each has its bit of a mask of 64 bits, in the place of `value`.
+// Bytes that are `value` where a mask of 64 bits has a 1, else 0.
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   Bytes r;
   for (int i = 0; i < 64; i++) r.byte[i] = mask[i / 8] >> i % 8 & 1 ? value : 0;
