@@ -28,9 +28,10 @@ class TreeBudget:
 
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
-    candidates with probability kappa (a Beta posterior), shared by their scores. The verifier
-    judges every candidate after an accepted node, verified or not, so there is nothing to explore.
-    lambda, the recent rate, and v(n) are those of ``value``.
+    candidates with probability kappa (a Beta posterior), shared by their scores. After an
+    accepted node, the verifier's logits judge every candidate, even those that were not verified, so
+    there is nothing to explore.
+    lambda (the recent rate) and v(n) are those of ``value``.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def run_stages(
 def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a graph with ONNX Runtime on the CPU, widened to float32."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # no warnings about copied caches, which a check wants
+    options.log_severity_level = 3  # no warnings about caches: a check needs their copies
     # A check runs once, so dequantized and packed copies of all weights are not worth their memory.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")

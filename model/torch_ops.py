@@ -57,8 +57,8 @@ class Inputs:
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
         attn_mask: Additive mask [B, 1, n, S]: 0 if a token sees a slot, -30000 if not. Kernels that
             derive the mask use only its shape.
-        logit_rows: Indices [R] of the n tokens that get logits from verify, the same in every
-            sequence; None for all tokens.
+        logit_rows: Indices [R] of the tokens whose logits verify computes, out of n; the same in
+            every sequence. None for all tokens.
         tree: For kernels that derive the mask, if the tokens may be a tree: a number [B], below
             which each token sees all slots, and for the following slots 1 in [B, n, width] where it
             sees them. None if each token sees the slots up to its own.

@@ -57,7 +57,7 @@ def _spread(magic: int) -> str:
 
 
 SPREAD_FLOAT16 = tl.constexpr(_spread(0x6400))
-"""Puts levels into the low bits of 1,024, where they count ones."""
+"""Puts levels into the low bits of the float16 1,024, the lowest of which is worth 1."""
 SPREAD_BFLOAT16 = tl.constexpr(_spread(0x4300))
 """Puts levels into the low bits of 128."""
 FLOAT16 = tl.constexpr((tl.float16,) * 8)

@@ -63,7 +63,7 @@ class DraftColumns:
 
 
 WHOLE = DraftColumns()
-"""The columns of the verifier's logits, and of a draft that can predict every token."""
+"""Columns of the verifier's logits, and of the logits of a draft that can predict every token."""
 
 
 def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:

@@ -1,5 +1,4 @@
-"""Files and directories that appear under their names whole or not at all, and the leftovers of
-killed processes.
+"""Files and directories that appear complete or not at all, and the leftovers of killed processes.
 
 A writer writes beside the final name, to ``.NAME.eesd-RANDOM.new``. A directory that it replaces is
 moved to ``.old`` for a moment. Before either exists, the writer creates

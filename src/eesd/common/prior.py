@@ -26,7 +26,7 @@ class CalibrationPrior:
         accept: Feature weights [5] of the score for "the drafted token is accepted".
         following: Feature weights [5] of the score for "the next drafted token is accepted too,
             given that this one is".
-        shift: Standard deviation of a.
+        shift: Standard deviation of ``a``.
         slope: Standard deviation of s - 1.
         request: Standard deviation of b at the start of a request.
         wander: Standard deviation of the change of b from one round to the next.
