@@ -29,9 +29,8 @@ class TreeBudget:
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
     candidates with probability kappa (a Beta posterior), shared by their scores. After an
-    accepted node, the verifier's logits judge every candidate, even those that were not verified, so
-    there is nothing to explore.
-    lambda (the recent rate) and v(n) are those of ``value``.
+    accepted node, the verifier's logits judge every candidate, even if it was not verified, so
+    there is nothing to explore. lambda (the recent rate) and v(n) are those of ``value``.
     """
 
     def __init__(
