@@ -275,7 +275,8 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
                 **{"rows of logits that differ": f"{differ}, in {count} calls of all sizes"},
             }.items(),
         ),
-        "Expected are the bits of plain decoding with the first engine and the same activations.",
+        "The expected bits are those of plain decoding with the first engine and the same "
+        "activations.",
         "",
     ]
     shown = []

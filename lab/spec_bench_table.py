@@ -175,11 +175,10 @@ def _explained(result: Result) -> list[str]:
         ]
     if result.options.get("bits"):
         return [
-            "Median: of the questions' speed-ups. Acceptance: of judged draft tokens. Pauses: "
-            "of the guard. Bits: answers with "
-            "the logits of plain decoding."
+            "Median: the median speed-up of the questions. Acceptance: share of judged draft "
+            "tokens. Pauses: pauses of the guard. Bits: answers with the logits of plain decoding."
         ]
-    return ["With prefill: the time of the prompt counts, as in Spec-Bench."]
+    return ["With prefill: including the time of the prompt, as in Spec-Bench."]
 
 
 def _table(result: Result, engine: str, sampling: str) -> list[str]:

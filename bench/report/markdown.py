@@ -39,9 +39,8 @@ def write_report(
     lines = [
         TITLE,
         "",
-        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. The "
-        "first of similar tables has the "
-        "explanation.",
+        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. Similar "
+        "tables are explained at the first of them.",
         "",
         *first,
     ]
@@ -129,7 +128,7 @@ class _Section:
             "",
         ]
         if self.several:
-            lines += ["Of each exit head's fixed lengths only the best in hindsight is shown.", ""]
+            lines += ["Only the best fixed length of each exit head, in hindsight, is shown.", ""]
         if not result.complete:
             lines += [f"**Incomplete:** {measured} of {len(result.prompts)} prompts.", ""]
         return lines
@@ -286,8 +285,8 @@ def _equality(summaries: Sequence[Summary]) -> str:
         return f"All {runs} drafting runs gave the tokens of plain decoding."
     gap = max(s.worst_gap or 0.0 for s in summaries)
     return (
-        f"{runs - equal} of {runs} drafting runs gave other tokens than plain decoding; logit gap "
-        f"at most {gap:.3g}."
+        f"In {runs - equal} of {runs} drafting runs, tokens differed from plain decoding; logit "
+        f"gap at most {gap:.3g}."
     )
 
 

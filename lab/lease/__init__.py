@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Lease:
-    """Where a step runs.
+    """The device and output of a step.
 
     Attributes:
         device: Torch device; on the CPU all shapes are small.
@@ -29,7 +29,7 @@ class Step:
 
     Attributes:
         run: Returns JSON values. Its output is shown if it fails.
-        seconds: Its time limit.
+        seconds: Time limit.
     """
 
     run: Callable[[Lease], Mapping[str, Any]]

@@ -1,11 +1,11 @@
 """Checks for a GPU that is available for minutes. The most informative steps run first, each in a
-process of its own.
+separate process.
 
     python3 -m lab.lease --minutes 9 --output DIR        # the same command again continues
 
 It runs from a checkout and needs torch for the GPU, onnx, onnxruntime, transformers, tokenizers,
 numpy and click, and for the server fastapi, uvicorn and prometheus_client. This project need not be
-installed. DIR/lease.jsonl gets a JSON line for each step when it ends, also if it hung, crashed or
+installed. DIR/lease.jsonl gets a JSON line for each step when it ends, even if it hung, crashed or
 ran out of memory. ``--device cpu`` rehearses all steps with small shapes.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = (str(ROOT / "src"), str(ROOT / "tests"), str(ROOT))
 """Steps import eesd, the support modules of the tests, and the lab from here."""
 LEAST_SECONDS = 5
-"""No step begins with less time left."""
+"""Minimum remaining time for a step to begin."""
 TAIL = 1500
 """Characters of a failed step's output that are kept in its line."""
 
@@ -80,7 +80,7 @@ def run_all(steps: Mapping[str, Any], options: argparse.Namespace, end: float) -
 
 
 def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one step in a process of its own. Returns its status, its seconds, and its result or the
+    """Run one step in a separate process. Returns its status, its seconds, and its result or the
     end of its output."""
     own = (
         "--run",

@@ -1,5 +1,5 @@
-"""Torch engines of any shape with random weights, made on the device: nothing is written, and
-nothing is read."""
+"""Torch engines of any shape with random weights, made on the device without reading or writing
+files."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -103,9 +103,9 @@ def random_engines(
     Args:
         manifest: From :func:`made_up`.
         device: Torch device.
-        exact: As in ``open_engines``: whether all rounds have one node count.
-        fused: Whether blocks run the kernels of ``torch_fused.py``. None: on a GPU, where they can.
-        levels: ``draft`` or ``both``: which engine has 4-bit weights in its blocks and its LM head.
+        exact: As in ``open_engines``: whether all rounds have the same node count.
+        fused: Whether blocks run the kernels of ``torch_fused.py``; None for on a GPU, if possible.
+        levels: Engines with 4-bit weights in blocks and LM head: ``draft`` or ``both``.
     """
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     (stream,) = device_streams(1, device)
@@ -161,8 +161,8 @@ def _runner(
 
 
 def _quantize(decoder: Decoder) -> None:
-    """Random levels of 4 bits in the place of the weights of blocks and LM head. Layers that read
-    one input become one."""
+    """Replace the weights of blocks and LM head by random levels of 4 bits. Layers that read the
+    same input become one."""
     indices = range(decoder.geometry.num_layers)
     blocks = [
         [f"model.layers.{index}.{name}" for name in joint.split()]
@@ -191,7 +191,7 @@ def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Norms of 1, and matrices whose products keep the size of their inputs."""
+    """Fill norms with 1, and matrices so that products keep the size of their inputs."""
     for name, value in parameters:
         if value.ndim == 1:
             value.fill_(0 if name.endswith("bias") else 1)

@@ -1,5 +1,5 @@
-"""Whether a GPU computes the CPU's values for every family, and whether drafting changes a
-token there."""
+"""Check that a GPU computes the CPU's values for every family, and that drafting changes no token
+there."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,12 +34,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "text and head": {},
     "sampled": {"sampling": Sampling(temperature=0.7, top_p=0.9, seed=3)},
 }
-"""How drafts are made, and their options."""
+"""Ways to draft, with their options."""
 
 
 def one_pass(lease: Lease) -> dict[str, Any]:
-    """Logits of a small random model on the device and on the CPU, and with CUDA graphs and
-    without."""
+    """Logits of a small random model on the device and on the CPU, with and without CUDA graphs."""
     geometry = llama(3, 128, 256, 4, 2, 512)
     manifest = made_up(geometry, ExitConfig(1), "float32", 256, 8)
     torch.manual_seed(0)
@@ -57,8 +56,8 @@ def one_pass(lease: Lease) -> dict[str, Any]:
 
 
 def _fused(lease: Lease) -> dict[str, Any]:
-    """Logits of blocks with kernels of their own against torch's, in 16 bits: with a group of
-    queries and without."""
+    """Logits of blocks with our kernels against torch's, in 16 bits, with and without a group of
+    queries."""
     found: dict[str, Any] = {}
     if not lease.on_gpu:
         return found
@@ -84,7 +83,7 @@ def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[Any]:
 
 
 def logits_of(engine: DeviceEngine) -> Any:
-    """Of a prompt and three more calls."""
+    """Logits of a prompt and of three more calls."""
     [kv_cache] = engine.new_kv_caches()
     kv_cache.reserve(64)
     engine.forward([Call(kv_cache, list(range(40)), range(40), 0, logits=False)])
@@ -97,8 +96,8 @@ def logits_of(engine: DeviceEngine) -> Any:
 
 
 def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
-    """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a
-    long text among them."""
+    """For the bundled model, the bits of all kinds of calls, and the tokens of all ways to draft,
+    including a long text."""
     directory = exported(lease, dtype)
     manifest = load_manifest(directory)
     checked = Exactness(manifest)
@@ -123,7 +122,7 @@ def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
 
 
 def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
-    """The bundled model, which an earlier step has exported, or else this one."""
+    """The bundled model, exported by an earlier step or by this one."""
     directory = lease.output / f"pycode-{dtype}-{stages}"
     if not (directory / "manifest.json").exists():
         checkpoint = Checkpoint(MODEL)
@@ -173,7 +172,8 @@ def compared(
 
 
 def families(lease: Lease) -> dict[str, Any]:
-    """A random checkpoint of each family, exported in two types; a rehearsal takes one of both."""
+    """Compare a random checkpoint of each family, exported in two types; in a rehearsal, only one
+    family and type."""
     found: dict[str, Any] = {}
     for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][
         : None if lease.on_gpu else 1

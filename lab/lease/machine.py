@@ -21,7 +21,7 @@ SERVING = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def describe(lease: Lease) -> dict[str, Any]:
-    """Names, versions, and three figures that the constants of docs/predict.md rest on."""
+    """Names, versions, and three figures on which the constants of docs/predict.md rest."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -60,7 +60,7 @@ def _driver() -> str:
 
 
 def seconds_of(work: Callable[[], object], lease: Lease, repeats: int = 7) -> float:
-    """Median seconds of some work, from its start to where the device has finished."""
+    """Median seconds of some work, from its start until the device has finished."""
 
     def finish() -> None:
         if lease.on_gpu:
@@ -78,7 +78,7 @@ def seconds_of(work: Callable[[], object], lease: Lease, repeats: int = 7) -> fl
 
 
 def bandwidth(lease: Lease) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes per second that a copy reads and writes."""
     size = COPIED if lease.on_gpu else COPIED // 16
     source = torch.ones(size, dtype=torch.uint8, device=lease.device)
     target = torch.empty_like(source)
@@ -86,7 +86,7 @@ def bandwidth(lease: Lease) -> float:
 
 
 def products(lease: Lease) -> float:
-    """Operations a second of a large product of bfloat16 matrices."""
+    """Operations per second of a large product of bfloat16 matrices."""
     size = 8192 if lease.on_gpu else 512
     one = torch.randn(size, size, device=lease.device).to(torch.bfloat16)
     return 2 * size**3 / seconds_of(lambda: one @ one, lease)

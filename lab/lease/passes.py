@@ -1,4 +1,4 @@
-"""How long calls take at the widths of an 8B model, of which some layers are made up."""
+"""Time calls at the widths of an 8B model, with some layers of random weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,13 +24,13 @@ def shape(lease: Lease, layers: int) -> Geometry:
 
 
 def exit_head(lease: Lease) -> ExitConfig:
-    """After layer 4 with a quarter of the vocabulary, as ``eesd-distill`` makes it."""
+    """A head after layer 4 with a quarter of the vocabulary, as from ``eesd-distill``."""
     return ExitConfig(4, own_lm_head=True, draft_vocab=32064 if lease.on_gpu else 128, deep=())
 
 
 def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
-    """Milliseconds of verify passes, prompts, draft steps and chains: in CUDA graphs and not, with
-    our kernels and torch's, with buckets and one count."""
+    """Milliseconds of verify passes, prompts, draft steps and chains: with and without CUDA graphs,
+    with our kernels and torch's, with buckets and with one node count."""
     found: dict[str, Any] = {}
     manifest = made_up(
         shape(lease, 8), exit_head(lease), "bfloat16", slots if lease.on_gpu else 256, NODES

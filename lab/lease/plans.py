@@ -1,4 +1,4 @@
-"""Plans of TensorRT, where it is installed: built, their bits, and the tokens of all ways to
+"""Build plans with TensorRT, if it is installed, and check their bits and the tokens of all ways to
 draft."""
 
 import importlib.util
@@ -15,8 +15,8 @@ from lab.lease.probes import command
 
 
 def plans(lease: Lease) -> dict[str, Any]:
-    """For each flavour that is installed and each number of stages. Without a GPU, plans are only
-    built."""
+    """Check plans of each installed flavour and each number of stages. Without a GPU, plans are
+    only built."""
     found: dict[str, Any] = {}
     for flavour, module in FLAVOURS.items():
         if importlib.util.find_spec(module) is None or (flavour == "tensorrt" and not lease.on_gpu):

@@ -15,7 +15,7 @@ FILES = ("engines/test_gpu.py", "engines/test_device_sampler.py")
 
 
 def commands(lease: Lease) -> dict[str, Any]:
-    """An export, and texts with drafts and without, as the README shows it."""
+    """An export, and texts with and without drafts, as in the README."""
     directory = lease.output / "commands"
     command("eesd.export.cli", "--model", MODEL, "--dtype", "bfloat16", "-o", directory)
     options = (
@@ -31,8 +31,8 @@ def commands(lease: Lease) -> dict[str, Any]:
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Tests for GPUs with torch, and on a GPU those of choices on the device. They fail the step if
-    one fails."""
+    """Run the tests for GPUs with torch, and on a GPU those of choices on the device. The step
+    fails if a test fails."""
     files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
     shown = command(
         "pytest", "-q", "-p", "no:cacheprovider", "-k", "not ort and not tensorrt", *files
@@ -51,7 +51,7 @@ def command(module: str, *arguments: object) -> str:
 
 
 def checker(tool: str, lease: Lease) -> dict[str, Any]:
-    """A tool of compute-sanitizer over a short text of the bundled model."""
+    """Run a tool of compute-sanitizer over a short text of the bundled model."""
     found = shutil.which("compute-sanitizer")
     if found is None or not lease.on_gpu:
         return {"skipped": "there is no compute-sanitizer" if found is None else "it needs a GPU"}

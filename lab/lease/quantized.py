@@ -1,5 +1,5 @@
-"""Products with quantized weights on the device: whether they are right, and how long those of a
-block of an 8B model take."""
+"""Products with quantized weights on the device: their correctness, and their time for a block of
+an 8B model."""
 
 import importlib.util
 import os
@@ -20,14 +20,14 @@ SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
     "70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
 }
-"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they are more than
-a GPU's caches hold."""
+"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they do not fit a
+GPU's caches."""
 ROWS = (1, 8, 16, 33)
 BLOCK = 32
 
 
 def products(lease: Lease) -> dict[str, Any]:
-    """All kinds of quantized weights against dequantized ones, and milliseconds of a block's
+    """All kinds of quantized weights against dequantized weights, and milliseconds of a block's
     products in a CUDA graph.
 
     On a CPU it needs Triton's interpreter, and nothing is timed.
@@ -81,7 +81,7 @@ def _seconds(
         for x, (_, multiplied) in zip(given, layers, strict=True):
             multiplied(x)
 
-    run()  # compiles
+    run()  # compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

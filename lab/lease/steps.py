@@ -1,4 +1,4 @@
-"""The steps, the most telling first, and the time limit of each."""
+"""The steps with their time limits, the most informative first."""
 
 from functools import partial
 
@@ -26,4 +26,4 @@ STEPS = {
     "families": Step(equality.families, 240),
     "plans": Step(plans.plans, 300),
 }
-"""By name, in the order in which they run."""
+"""Steps by name, in the order in which they run."""

@@ -1,8 +1,8 @@
-"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens a second, and where the time of a call
-goes.
+"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens per second, and the parts of a call's
+time.
 
 Weights are random, so a script replaces each most likely token of the model by the next token of
-its text. Drafted tokens are right at a given rate. All other code runs unchanged.
+the script's text. Drafted tokens are right at a given rate. All other code runs unchanged.
 """
 
 import importlib.util
@@ -59,7 +59,7 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Script:
-    """The text that engines say.
+    """The text that the engines produce.
 
     Attributes:
         rate: Share of right drafts after right tokens.
@@ -68,7 +68,7 @@ class Script:
     rate = 1.0
 
     def __init__(self, verify: DeviceEngine, draft: DeviceEngine) -> None:
-        """Both engines say the script from now on."""
+        """Let both engines follow the script from now on."""
         random = np.random.default_rng(0)
         self._vocabulary = verify.manifest.geometry.vocab_size
         self._tokens = random.integers(self._vocabulary, size=SLOTS + 1)
@@ -95,7 +95,7 @@ class Script:
         verify.forward, draft.forward, draft.draft_chain = verified, drafted, chained  # type: ignore[method-assign]
 
     def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
-        """Of the candidates at most the first one is right."""
+        """Replace the candidates. At most the first is right."""
         assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
         place = np.asarray(positions) + 1
         others = outputs.topk_ids.shape[1] - 1
@@ -111,7 +111,7 @@ class Script:
 def scripted(
     lease: Lease, nodes: int, exact: bool, levels: str = "", slots: int = SLOTS
 ) -> tuple[LLM, Script]:
-    """An LLM of 8B parameters, on a CPU a small one, and its script."""
+    """An LLM of 8B parameters (on a CPU, a small one), and its script."""
     geometry = shape(lease, LAYERS if lease.on_gpu else 5)
     head = (
         ExitConfig(geometry.num_layers, blocks=0, trained=True)
@@ -135,8 +135,8 @@ def scripted(
 
 
 def variant(name: str, lease: Lease) -> dict[str, Any]:
-    """Tokens a second plainly, and with drafts that are right at each rate; of the default
-    controller."""
+    """Tokens per second plainly, and with the default controller and drafts that are right at each
+    rate."""
     options = VARIANTS[name]
     if options.get("levels") and not lease.on_gpu:
         return {"skipped": "4-bit products need a GPU"}
@@ -167,7 +167,7 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
 
 def split(lease: Lease) -> dict[str, Any]:
     """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the
-    device; and kernels alone."""
+    device; and only kernels."""
     llm, _ = scripted(lease, 7, exact=False)
     verify = llm.engines.verify
     draft = llm.engines.draft
@@ -185,8 +185,8 @@ def split(lease: Lease) -> dict[str, Any]:
 
 
 def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any]:
-    """How many kernels a call runs (on a CPU: operators), their milliseconds, and the eight that
-    take the most time."""
+    """The number of kernels (on a CPU, operators) that a call runs, their milliseconds, and the
+    eight that take the most time."""
     engine.forward([call])
     on_gpu = lease.on_gpu
     activity = (
@@ -233,8 +233,8 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
-    """Time the HTTP server with that many clients, plain and drafting. The server accepts seven of
-    ten drafts."""
+    """Time the HTTP server with this number of clients, plain and drafting. The server accepts
+    seven of ten drafts."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions
@@ -253,7 +253,7 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
 
 
 def choices(lease: Lease) -> dict[str, Any]:
-    """Milliseconds in which a device chooses the tokens after the nodes of a round."""
+    """Milliseconds that a device takes to choose the tokens after a round's nodes."""
     size = 128256 if lease.on_gpu else 512
     found = dict[str, Any]()
     for name, options in SAMPLINGS.items():

@@ -132,8 +132,8 @@ def _costs(result: Result, members: Sequence[Contestant]) -> list[str]:
     lines = table(["", "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"], rows)
     return [
         *lines,
-        "Peak: the largest resident size. Anonymous: memory of no file. Same tokens: the median "
-        "common prefix with the same runtime's plain greedy text.",
+        "Peak: the largest resident size. Anonymous: memory that is not of files. Same tokens: the "
+        "median common prefix with the same runtime's plain greedy text.",
         "",
     ]
 
