@@ -1,6 +1,6 @@
 """Controllers decide when to stop drafting. They see draft steps and round outcomes, not engines.
 
-By name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``.
+Users write them as ``beta-ts``, ``fixed:k=4`` or ``beta-ts:alpha=2,beta=1,discount=0.9``.
 """
 
 import inspect
@@ -47,11 +47,11 @@ def make_controller(
         seed: Seed of its random generator.
         prior: Calibration prior of the exit head, for the controllers that calibrate. None: the
             default prior.
-        value: Costs and worth shared with other rules. None: the controller makes them.
+        value: Costs and worth of rounds, shared with other rules. None: not shared.
         kinds: The controllers to choose from, by name.
 
     Raises:
-        EESDError: The name, an option or a value is not known.
+        EESDError: The name or an option is unknown, or a value is invalid.
     """
     name, colon, rest = spec.partition(":")
     if name not in kinds:

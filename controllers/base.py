@@ -13,15 +13,15 @@ TEXT = "text"
 
 
 class DraftStep(NamedTuple):
-    """One draft step, for the controller, right after it ran.
+    """A draft step that has just run, as the controller sees it.
 
     Attributes:
         depth: Levels drafted in this round; 1 after the first step.
         probability: The draft's probability of the token just drafted (tree: of the new level's
             best node).
         path_probability: Product of the probabilities along that token's path.
-        margin: The token's score minus the best other token's score, in nats. With coupled sampling
-            scores include the noise.
+        margin: The token's score minus the best other token's score, in nats. With coupled
+            sampling, scores include the noise.
         nodes: Nodes drafted in this round; equals ``depth`` for a chain.
     """
 
@@ -36,9 +36,9 @@ class TextStep(NamedTuple):
     """A token that the text proposes.
 
     Attributes:
-        length: Tokens of the match that it followed.
-        times: How often it followed.
-        of: How often the match was followed by anything.
+        length: Length of the match that the token followed, in tokens.
+        times: How often the token followed that match.
+        of: How often any token followed it.
     """
 
     length: int
@@ -65,23 +65,24 @@ class RoundOutcome(NamedTuple):
         steps: Draft steps that ran; 0 in a round of plain decoding, and in a round that verifies
             only the text's tokens.
         draft_seconds: Time until the draft was complete, the controller's own time included.
-        depth: Deepest level of the draft that was verified. Less than ``steps`` where a tree budget
-            dropped levels. Tokens of the text do not count.
-        nodes: Nodes that were verified, the root not counted.
-        verify_seconds: Time of the verify pass over these nodes and the root.
+        depth: Deepest level of the draft that was verified, not counting the text's tokens. Less
+            than ``steps`` if a tree budget dropped levels.
+        nodes: Nodes that were verified, not counting the root.
+        verify_seconds: Time of the verify pass over the root and these nodes.
         accepted: Draft tokens that the verifier accepted, including those after the end of the
             text, which are not committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted``
-            when an accepted token was a candidate that was never expanded, or the text's.
-        first_right: Whether the first drafted token was right, also where it was not
-            verified; None: nothing was drafted.
-        expected: Expected tokens of such a round; the actual number if there is no estimate.
+            if an accepted token was a candidate that was never expanded, or came from the text.
+        first_right: Whether the first drafted token was right, even if it was not verified; None if
+            nothing was drafted.
+        expected: Number of tokens that the round was expected to commit; the actual number if there
+            was no estimate.
         seconds: Time of the whole round.
-        labels: With a tree budget, one for each accepted node that has candidates.
-        proposed: The text's first proposed tokens, verified or not, up to the first wrong one or
-            the last committed one.
+        labels: With a tree budget, a label for each accepted node that has candidates.
+        proposed: The text's proposed tokens that the committed tokens judge, up to and including
+            the first wrong one. Some may not have been verified.
         right: Number of right tokens among them.
-        drafter: Name of the drafter whose round it was; empty in a round of plain decoding.
+        drafter: Name of the drafter that the round used; empty in a round of plain decoding.
     """
 
     steps: int
@@ -103,13 +104,13 @@ class RoundOutcome(NamedTuple):
 class Controller:
     """Decides after each draft step whether to run another. Subclasses override what they need.
 
-    For each round that may draft a session calls :meth:`begin_round` once and :meth:`keep_drafting`
-    after each step; for each round that is committed, :meth:`observe`. A round that is cancelled is
-    never observed.
+    In each round that may draft, a session calls :meth:`begin_round` once and :meth:`keep_drafting`
+    after each step. It calls :meth:`observe` after each committed round, and never for a cancelled
+    round.
 
     Attributes:
         value: Costs and worth of rounds, if the controller needs them. It is a separate observer,
-            because other rules may share it. Set at the beginning.
+            because other rules may share it. Set when the controller is made.
         steps_at_once: Steps of a chain that a device may run before it waits for the controller's
             answer. 0 means one step.
     """
@@ -118,14 +119,14 @@ class Controller:
     value: "RoundValue | None" = None
 
     def begin_request(self) -> None:
-        """Begin another request: forget what holds for the previous text only."""
+        """Begin another request: reset the state that is specific to the previous text."""
 
     def begin_round(self, width: int) -> int | None:
         """Begin a round whose tree has ``width`` nodes a level (1: a chain).
 
         Returns:
-            The number of draft steps, if it is fixed, so that no step has to wait for an answer; 0
-            for a round without drafts. None: :meth:`keep_drafting` decides after each step.
+            The number of draft steps if it is fixed, so that no step has to wait for an answer; 0
+            for a round without drafts; None if :meth:`keep_drafting` decides after each step.
         """
         return None
 
@@ -134,10 +135,10 @@ class Controller:
         raise NotImplementedError
 
     def expected_tokens(self, depth: int) -> float | None:
-        """Tokens that this round brings on average if ``depth`` levels of its draft are
-        verified; None: it is not known."""
+        """Expected tokens of this round if ``depth`` levels of its draft are verified; None if
+        unknown."""
         return None
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a committed round. A round without draft steps is a sample of the costs
-        only: the guard or the text may have decided it."""
+        """Learn from a committed round. A round without draft steps is only a sample of costs: the
+        guard or the text rule may have prevented the draft."""

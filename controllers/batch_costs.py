@@ -10,9 +10,9 @@ from eesd.controllers.value import is_due
 SLOTS = 1024.0
 """Unit of slots, so that all features have about the same size."""
 FORGETTING = 0.98
-"""Weight of a sample in the line, for each later one."""
+"""Factor of a sample's weight in the line for each later sample."""
 PRIOR_WEIGHT = 1e-3
-"""Ridge penalty on changes of the line, for parts that no call can distinguish."""
+"""Ridge penalty on changes of the line: the calls seen may not tell its parts apart."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3
@@ -29,23 +29,24 @@ MOST_SAMPLES = 30.0
 
 
 class BatchCosts:
-    """Seconds of a call over B rows of N nodes in all, with S slots each.
+    """Seconds of a call over B rows with S slots each, and N nodes in all.
 
-    The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the
-    weights, computing nodes, reading caches, attention. Kernels take nodes in blocks, so each N
-    that was seen has a factor: the time of its calls over the line's estimate. Between these N,
-    factors are interpolated.
+    The estimate is the pace of the machine times a line through all calls, a + b N + c B S + d N S.
+    Its terms are for reading the weights, computing nodes, reading caches, and attention. Kernels
+    take nodes in blocks, so each N that was seen has a factor: the time of its calls divided by the
+    line's estimate. Between these N, factors are interpolated.
     """
 
     def __init__(self) -> None:
         self._line = np.zeros(4)
         self._moments = np.zeros((5, 5))
-        """Moments of the features over the seconds, and 1. Relative errors count, because with
+        """Moments of [the features divided by the seconds, 1]. Relative errors count, because with
         absolute errors the largest calls would dominate."""
         self._seen: dict[int, tuple[float, NDArray[np.float64]]] = {}
-        """By N: the samples, and the means of their features and seconds, at a pace of 1 [5]."""
+        """By N: the weight of the samples, and the means of their features and seconds [5], at a
+        pace of 1."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
-        """Some N, and their factors."""
+        """The N that have factors, and these factors."""
         self._samples = 0
         self._pace = 1.0
 

@@ -14,12 +14,12 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep
 
 CERTAIN = 0.9999
-"""No chance is higher: a parent must stay likelier than its child."""
+"""Upper bound of all chances: a parent must stay likelier than its child."""
 
 
 def features(step: DraftStep) -> tuple[float, ...]:
-    """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all
-    bounded."""
+    """Features [5] of a draft step, all bounded: 1, log(1 + margin), log-odds of the token, depth /
+    6, and 1 for a round's first token."""
     p = step.probability
     margin = step.margin
     depth = step.depth
@@ -43,8 +43,8 @@ class Calibrator:
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
     gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
 
-    ``shared`` is a calibrator whose a and s this one updates, too. This calibrator's b is then
-    treated as independent of a and s.
+    With ``shared``, a and s are those of another calibrator, which this one updates. Its ``b`` is
+    then treated as independent of them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Calibrator:
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4]
 
     def begin_request(self) -> None:
-        """Integrate out the previous request's offset; the new one's is unknown."""
+        """Integrate out the previous request's offset; the new request's offset is unknown."""
         # The mean of b, and its covariances ab, sb and bb.
         self._offset = [0.0, 0.0, 0.0, self._prior.request**2]
 
@@ -117,10 +117,10 @@ class Calibrator:
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
         """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b
-        takes its mean given a and s.
+        takes its mean given ``a`` and ``s``.
 
-        Exploring a and s pays because they persist. The offset b is gone with the request and is
-        not explored.
+        Exploring ``a`` and ``s`` pays because they persist. The offset ``b`` ends with the request,
+        so it is not explored.
         """
         a, s, aa, as_, ss = self._model
         b, ab, sb, _ = self._offset
@@ -136,11 +136,12 @@ class Calibrator:
 
 
 class CalibratedDraft(Controller):
-    """The chances of a draft by two calibrations: of each drafted token, and of the token after it.
+    """Estimates a draft's chances with two calibrations: for each drafted token, and for the token
+    after it.
 
     Attributes:
-        accept: Calibration of drafted tokens. Set at the beginning.
-        following: Calibration of the tokens after them. Set at the beginning.
+        accept: Calibration of drafted tokens. Set by the constructor.
+        following: Calibration of the tokens after them. Set by the constructor.
         reach: Chance that all drafted tokens are accepted. Set by :meth:`add`.
         next: Chance that the next token is accepted, given that. Set by :meth:`add`.
     """

@@ -13,21 +13,20 @@ from eesd.controllers.value import RoundValue
 STEP = 0.2
 NODE = 0.03
 RATE = 1.3
-"""Costs that do not follow the clock: a draft step and a verified node in plain steps, and tokens a
-plain step."""
+"""Constant costs: those of a draft step and of a verified node, in plain steps, and the rate in
+tokens per plain step."""
 
 
 class CostAwareTS(CalibratedDraft):
-    """After k draft tokens continue iff some j <= ``HORIZON`` more are worth it: S (m + ... + m^j)
-    >= lambda * their seconds.
+    """After k draft tokens, continue if and only if j more are worth their time for some j <=
+    ``HORIZON``: S (m + ... + m^j) >= lambda * their seconds.
 
-    S is the chance that all k are accepted, m that the next one would be, both from
-    :class:`Calibrator` posteriors (one draw of each per round). The seconds are measured, by draft
-    steps and by nodes of the verify pass. lambda is the recent rate in tokens per second. Both are
-    those of ``value``.
+    S is the chance that all k are accepted, and m the chance that the next one would be, both from
+    :class:`Calibrator` posteriors (one draw of each per round). ``value`` measures the seconds, by
+    draft steps and by nodes of the verify pass, and lambda, the recent rate in tokens per second.
 
-    The first rounds are a plain one and a draft of one token, to learn what both cost; then the
-    rule decides.
+    The first two rounds are a plain round and one with a single drafted token, to measure both
+    costs; then the rule decides.
     """
 
     steps_at_once: ClassVar = 2
@@ -60,10 +59,10 @@ class CostAwareTS(CalibratedDraft):
 
 
 class RejectionTS(CostAwareTS):
-    """The same with constant costs, for one request with rejection sampling, whose tokens depend on
-    the draft lengths.
+    """:class:`CostAwareTS` with constant costs, for one request with rejection sampling, where
+    tokens depend on draft lengths.
 
-    The lengths follow the draft, the seed and what verify accepted, and neither the clock nor other
+    The lengths depend on the draft, the seed and the accepted tokens, but not on the clock or other
     requests. So a seed gives one text.
     """
 
@@ -80,4 +79,4 @@ class RejectionTS(CostAwareTS):
         super().__init__(seed, prior, value)
 
     def begin_request(self) -> None:
-        """Do nothing: it has one request, which may become alone in a batch later."""
+        """Do nothing: the controller serves one request, which may later be alone in a batch."""

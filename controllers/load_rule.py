@@ -24,21 +24,22 @@ FIRST_RIGHT = 2.0
 FIRST_LABELS = 4.0
 """Pseudo-counts for first drafted tokens: right, and total."""
 MEMORY = 256.0
-"""Number of recent labels that make the acceptance of first tokens."""
+"""Number of recent labels that determine the acceptance of first tokens."""
 FADING = 0.998
 FADED = 16.0
 """Share of the labels that remains after a round without a draft, and the minimum number of labels.
 Fewer labels mean more doubt, so that a draft is tried now and then."""
 RATE_DISCOUNT = 0.98
-"""Weight of a round in the rate, for each later round."""
+"""Factor of a round's weight in the rate for each later round."""
 LEAST_VALUE = 0.1
-"""Minimum chance of a token of the text and all before it; others are not proposed to the batch."""
+"""Minimum chance that a token of the text and all before it are right; less likely tokens are not
+proposed to the batch."""
 DEAREST = 0.8
 """Do not draft at this node price: even a certain token would not repay the host's time."""
 LONGEST_COPY = 16
 """Maximum number of tokens of the text in one round."""
 MOST_LEVELS = 32
-"""Number of levels with a price of their own; further levels have the last price."""
+"""Number of levels with separate prices; further levels have the last price."""
 
 Size = Callable[[int, int], tuple[int, int]]
 """Maps the rows of a call, and the nodes of each, to the rows and nodes that the engine computes,
@@ -46,20 +47,21 @@ padding included."""
 
 
 class LoadRule:
-    """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number
-    of rows.
+    """Estimates that all rows share: costs of calls, acceptance, and the rate in tokens per second
+    by number of rows.
 
     Attributes:
         draft, verify: Costs of calls, with the host's work for them. The batch adds samples.
         draft_size, verify_size: Sizes of calls after padding. Set when the batch is made.
-        padded: Whether a verify pass pads all rows to the longest. Then all rows verify the same
-            number of levels; if not, each row has its own number of nodes. Set with the sizes.
+        padded: Whether a verify pass pads all rows to the longest. If so, all rows verify the same
+            number of levels; if not, each row may verify a different number of nodes. Set with the
+            sizes.
         accept, following: The calibrations of drafts.
         text: The calibration of the texts' proposals.
-        normals: Random numbers of this round, the same for all rows: those of many rows would
-            cancel out, and explore nothing. Set by :meth:`begin_round`.
+        normals: Random numbers of this round, the same for all rows: separate numbers for many rows
+            would cancel out and explore nothing. Set by :meth:`begin_round`.
         first: Chance that the first token of a row's draft is right, drawn for this round. It
-            varies more if few drafts were seen lately. Set by :meth:`begin_round`.
+            varies more if there were few recent drafts. Set by :meth:`begin_round`.
         rate: Value of a second, in tokens: the recent rate of all rows, at least the plain rate;
             waiting requests count as rows. 0 with fixed levels. Set by :meth:`begin_round`.
         can_pay: Whether any draft may be worth its time in this round. Set by :meth:`begin_round`.
@@ -82,9 +84,9 @@ class LoadRule:
         self._right = FIRST_RIGHT
         self._judged = FIRST_LABELS
         self._lately: dict[int, tuple[float, float, float]] = {}
-        """Tokens, seconds and number of the last rounds, by rows."""
+        """Tokens, seconds and number of recent rounds, by number of rows."""
         self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-        """Results of :meth:`_curves` since the costs were computed, by rows."""
+        """Results of :meth:`_curves` since the costs were last computed, by number of rows."""
         self.rows = 1
         self._rounds = 0
         self.first = FIRST_RIGHT / FIRST_LABELS
@@ -140,8 +142,8 @@ class LoadRule:
     def goes_on(
         self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
     ) -> int:
-        """Number of rows that draft another level: the number that brings most beyond its price,
-        with up to ``HORIZON`` levels. All rows or none if rows are padded.
+        """Number of rows that draft another level: the number whose gain exceeds its price most,
+        over up to ``HORIZON`` levels. If rows are padded, all rows draft or none.
 
         Args:
             reaches: Two chances of each row that would draft on, the likeliest row first: that all
@@ -186,7 +188,7 @@ class LoadRule:
         return [chosen[row] for row in range(len(values))]
 
     def price(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One row's part of the prices, in tokens, if each row verifies ``nodes`` nodes."""
+        """One row's share of the price, in tokens, if each row verifies ``nodes`` nodes."""
         prices: NDArray[np.float64] = self._price(nodes if self.padded else nodes * self.rows)
         return prices / self.rows
 
@@ -196,8 +198,8 @@ class LoadRule:
         return self._prices[np.minimum(count, len(self._prices) - 1)]
 
     def _curves(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds of a verify pass with 0, 1, 2, ... levels of padded rows, or nodes of all rows
-        together; and of a draft step of 1, 2, ... rows."""
+        """Seconds of a verify pass with 0, 1, 2, ... levels (padded rows) or nodes of all rows
+        together; and seconds of a draft step of 1, 2, ... rows."""
         if self.padded:
             sizes = [self.verify_size(self.rows, 1 + levels) for levels in range(1 + MOST_LEVELS)]
         else:
@@ -225,8 +227,8 @@ class RowController(CalibratedDraft):
     """Estimates the chances of one row's draft. The batch decides how far to draft.
 
     Attributes:
-        path_chances: Chance of each drafted level that it and all before it are accepted. Set by
-            each draft step.
+        path_chances: For each drafted level, the chance that it and all levels before it are
+            accepted. Set by each draft step.
     """
 
     def __init__(self, rule: LoadRule) -> None:
@@ -256,7 +258,7 @@ class RowController(CalibratedDraft):
     def observe(self, outcome: RoundOutcome) -> None:
         if not self._scores or outcome.first_right is None:
             return
-        # The committed tokens judge the first token, verified or not.
+        # The committed tokens judge the first drafted token even if it was not verified.
         accepted = outcome.num_expanded if outcome.depth else int(outcome.first_right)
         self._rule.judge_first(self.learn(max(outcome.depth, 1), accepted)[0])
 

@@ -19,27 +19,28 @@ LONGEST_MATCH = 32
 MOST_TIMES = 8
 """Bounds of the features: larger values say nothing more about the next token."""
 DOUBT = 1.0
-"""Standard deviations by which a chance is lowered. Labels are free, so waiting for some costs
-nothing."""
+"""Number of standard deviations by which chances are lowered. Labels are free, so waiting for them
+costs nothing."""
 FIRST_DRAFTS = 4
-"""Drafting rounds before the text is compared with them."""
+"""Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99
-"""Weight of a drafting round in the worth of drafting, for each later round."""
+"""Factor of a drafting round's weight in the worth of drafting, for each later one."""
 SLOPE_PRIOR = 4.0
-"""Ridge penalty on the slope of drafting's worth over the text's, in squared tokens."""
+"""Ridge penalty on the slope of drafting's worth over the text's worth, in squared tokens."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
 """Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU; all
 sizes would bring 0.4 % more."""
 FIRST_NODES = 4
-"""Maximum number of nodes of a pass before any is measured; then twice the largest measured number.
-Beyond it costs are a guess."""
+"""Maximum number of nodes of a pass before any pass is measured; later it is twice the largest
+measured number. Costs beyond it are a guess."""
 SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
-"""Numbers of nodes of a pass with a draft: engines prepare all small sizes for drafts anyway."""
+"""Numbers of nodes in a pass with a draft. All small ones, because engines prepare them for drafts
+anyway."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
-    """1, log length, log times, and log share of the continuations, all bounded. The fifth feature
-    is not used."""
+    """Features [5] of a proposed token, all bounded: 1, log length, log times, log share of the
+    continuations, and 0 (not used)."""
     length = min(step.length, LONGEST_MATCH)
     times = min(step.times, MOST_TIMES)
     return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), 0.0)
@@ -48,7 +49,7 @@ def text_features(step: TextStep) -> tuple[float, ...]:
 def combined(
     chances: Sequence[float], index: int | None, chance: float
 ) -> tuple[list[float], float]:
-    """Chances of a node's children when the draft and the text both propose some.
+    """Chances of a node's children if both draft and text propose children.
 
     Both count as independent witnesses of the verifier's token, so their distributions are
     multiplied. A token that only the text proposes has the draft's remaining probability.
@@ -73,9 +74,9 @@ def combined(
 class DraftingWorth:
     """The worth of a round that drafts, as a line over the worth of the text's proposal.
 
-    Where the text's proposal is good, drafting does well, too: the tokens are easy, and the text
-    extends the draft. The mean over all drafting rounds would overrate drafting where the text
-    proposes nothing.
+    If the text's proposal is good, drafting does well, too: the tokens are easy, and the text
+    extends the draft. So the mean over all drafting rounds would overrate drafting in rounds
+    without a proposal.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,8 @@ class DraftingWorth:
         return self.sums[0]
 
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
-        """Add a drafting round: the worth of the text's proposal, its tokens and seconds."""
+        """Add a drafting round: the worth of the text's proposal, and the round's tokens and
+        seconds."""
         w = text_worth
         new = (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds)
         self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
@@ -107,13 +109,13 @@ class DraftingWorth:
 class TextRule:
     """Chooses the number of the text's tokens that one sequence verifies.
 
-    The committed tokens judge the text's proposal in every round, verified or not, so chances need
-    no exploration. The worth of a round is its expected tokens minus lambda times its seconds, both
-    from ``value``. The worth of drafting is learned from the rounds that drafted.
+    The committed tokens judge the text's proposal in every round, even if it was not verified, so
+    chances need no exploration. The worth of a round is its expected tokens minus lambda times its
+    seconds, both from ``value``. The worth of drafting is learned from the rounds that drafted.
     """
 
     def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
-        """``accept`` calibrates the chances; rules may share it."""
+        """``accept`` calibrates the chances; several rules may share it."""
         self.accept = accept or Calibrator(PRIOR.accept, PRIOR)
         self.value = value or RoundValue()
         self.drafting = DraftingWorth()
@@ -128,8 +130,8 @@ class TextRule:
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """Chance that the verifier agrees, given that it agreed with all tokens before; lowered by
-        ``DOUBT`` standard deviations."""
+        """Chance that the verifier chooses this token, given that it chose all tokens before it;
+        lowered by ``DOUBT`` standard deviations."""
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
@@ -137,11 +139,11 @@ class TextRule:
         """Number of tokens of the text to verify now, without drafting.
 
         Args:
-            values: For each token the chance that it and all before it are right.
+            values: For each token, the chance that it and all before it are right.
             drafts: Whether the round could draft instead.
 
         Returns:
-            One of ``SIZES``; or 0 to draft, or to decode plainly without a drafter.
+            One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter.
         """
         if not self.value.verify.fitted:
             return 0
@@ -155,11 +157,11 @@ class TextRule:
         return best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """Number of tokens of the text to verify after a draft; with it one of
-        ``SIZES_AFTER_DRAFT``.
+        """Number of tokens of the text to verify after a draft. The nodes of both together are one
+        of ``SIZES_AFTER_DRAFT``.
 
         Args:
-            values: For each token the chance that it and all before it are right, given the draft.
+            values: For each token, the chance that it and all before it are right, given the draft.
             nodes: Drafted nodes that are verified.
         """
         if self.drafts < FIRST_DRAFTS or not self.value.verify.fitted:
@@ -178,10 +180,10 @@ class TextRule:
         price.
 
         Args:
-            values: For each token the chance that it and all before it are right, given the nodes
-                before them.
-            nodes: Nodes before them in the pass.
-            right: Chance that those nodes are right.
+            values: For each token, the chance that it and all before it are right, given the nodes
+                before the text's tokens.
+            nodes: Number of these nodes in the pass.
+            right: Chance that they are right.
             sizes: Numbers of nodes that the pass may have.
         """
         known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes

@@ -13,13 +13,13 @@ from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 
 class BetaTS(Controller):
-    """After each drafted token draw theta ~ Beta(alpha, beta), and draft another with probability
-    theta.
+    """After each drafted token, draw theta ~ Beta(alpha, beta), and draft another token with
+    probability theta.
 
-    After verification alpha grows by the accepted tokens, and beta by one if a token was rejected.
-    Tokens after the first rejection were never judged and do not count. ``discount`` < 1
-    multiplies both counts each round, so that about the last 1 / (1 - discount) rounds count,
-    because acceptance differs from text to text; 1 is the paper's.
+    After verification, alpha grows by the number of accepted tokens, and beta by 1 if a token was
+    rejected. Tokens after the first rejection were never judged and do not count. Each round
+    multiplies both counts by ``discount``, so that about the last 1 / (1 - discount) rounds count:
+    acceptance differs from text to text. The paper's rule has no discount (1).
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class BetaTS(Controller):
 
 
 class CalibrationTS(Controller):
-    """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under
-    a calibration drawn from its posterior. Draft another token with probability theta.
+    """Like ``beta-ts``, with a separate theta for each token: P(accepted | the draft's confidence),
+    under a calibration drawn from its posterior.
     """
 
     def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None) -> None:

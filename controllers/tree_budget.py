@@ -1,4 +1,4 @@
-"""The tree budget: which of the proposed nodes are worth their place in the verify pass
+"""The tree budget: choose the proposed nodes that are worth their place in the verify pass
 (docs/controllers.md)."""
 
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ SHARPNESS = 1.25
 """A second candidate whose score is higher by d is exp(1.25 d) times as likely to be the verifier's
 token."""
 COVERED = (6.5, 3.5)
-"""Beta prior of how often the verifier's token is among the other candidates when it is not the
-first."""
+"""Beta prior of the probability that the verifier's token is among the other candidates if it is
+not the first."""
 DISCOUNT = 0.998
-"""Weight of a label in this posterior for each later label."""
+"""Factor of a label's weight in the posterior for each later label."""
 
 
 class TreeBudget:
-    """Chances of candidates, and how many nodes to verify: the n that maximises the sum of n
-    values - lambda v(n + 1).
+    """Chances of candidates, and the number of nodes to verify: the n that maximises the sum of the
+    n largest values, minus lambda v(n + 1).
 
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
-    candidates with probability kappa (a Beta posterior), shared by their scores. After an
+    candidates with probability kappa (a Beta posterior), which is divided by their scores. After an
     accepted node, the verifier's logits judge every candidate, even if it was not verified, so
-    there is nothing to explore. lambda (the recent rate) and v(n) are those of ``value``.
+    there is nothing to explore. ``value`` estimates lambda (the recent rate) and v(n), the seconds
+    of a pass over n tokens.
     """
 
     def __init__(
@@ -47,16 +48,16 @@ class TreeBudget:
         self.accept.begin_request()
 
     def chances(self, step: DraftStep, scores: Sequence[float]) -> tuple[float, list[float]]:
-        """Chances of the candidates after one node, given that the node is accepted.
+        """Chances of the candidates after a node, given that the node is accepted.
 
         Args:
             step: The first candidate as a draft step.
-            scores: Log-probability of each candidate, best first; with coupled sampling with its
-                noise.
+            scores: Log-probability of each candidate, best first; with coupled sampling, the noise
+                is added.
 
         Returns:
             The first candidate's calibration score, for :class:`SiblingLabel`, and the chance of
-            each candidate; none is higher than the first's.
+            each candidate. The first candidate's chance is the highest.
         """
         z = self.accept.score(features(step))
         shift, slope = self.accept.draw((0.0, 0.0))
@@ -74,8 +75,8 @@ class TreeBudget:
 
         Args:
             values: The chance of each node, largest first.
-            price: Prices of the nodes in a batch. None: the costs of a request alone, which
-                verifies at least one node.
+            price: Prices of nodes in a batch. None for a request alone, which uses its own costs
+                and verifies at least one node.
         """
         if price is not None:
             return most_valuable(values, price)[0]

@@ -10,26 +10,27 @@ from numpy.typing import NDArray
 from eesd.controllers.base import RoundOutcome
 
 MEMORY = 64
-"""About this many of the last samples of a count make its mean."""
+"""The mean of a count averages about this many of its last samples."""
 FORGETTING = 1 / 32
-"""Share of its weight that a count loses for each sample of another count. A cost measured while
-the machine was slow is soon forgotten, even if it keeps the controller from measuring it again."""
+"""Share of its weight that a count loses for each sample of another count. A high cost, measured
+while the machine was slow, may keep the controller from measuring that count again; so it is soon
+forgotten."""
 CLIP = 0.25
 """A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
 hardly count."""
 STIFFNESS = 8.0
 """Weight, in samples, of the line through all counts and of its usual slope."""
 USUAL_SLOPE = 0.1
-"""If only one count is known, each further unit costs this share of a count of 0; from zero, costs
-are proportional."""
+"""If only one count is known, each further unit costs this share of the cost of count 0. With
+``from_zero``, costs are proportional to the count."""
 FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
-"""Bound of a count's first sample, over the curve's expectation."""
+"""Upper bound of a count's first sample, divided by the cost that the curve expects."""
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
-"""Weight of a round in the rate for each later one."""
+"""Factor of a round's weight in the rate for each later round."""
 FIRST_WEIGHT = 5.0
 """Weight of the first (plain) round in the rate. It decays quickly."""
 FIRST_FITS = 16
@@ -52,21 +53,21 @@ class CostCurve:
 
     def __init__(self, from_zero: bool = False) -> None:
         self.samples: dict[int, tuple[float, float]] = {}
-        """Weight (samples, fewer as they age) and mean seconds, by count."""
+        """By count: weight (in samples; it falls as they age), and mean seconds."""
         self._from_zero = from_zero
         self._table: list[float] = []
         self._slope = 0.0
         """Mean slope of the table."""
 
     def add(self, count: int, seconds: float) -> None:
-        """Note one call. The mean starts at the least of three samples, so that an early outlier
-        hardly counts."""
+        """Note one call. The mean starts at the least of the first three samples, so that an early
+        outlier hardly counts."""
         samples, mean = self.samples.get(count, (0.0, 0.0))
         if not samples:
             mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
         elif samples < 3:
             mean = min(mean, seconds)
-        elif seconds < (1 - CLIP) * mean:  # nothing makes a call fast: the earlier ones were slowed
+        elif seconds < (1 - CLIP) * mean:  # calls are never fast by chance: earlier ones were slow
             mean += (seconds - mean) / 4
         else:
             bound = CLIP * mean
@@ -120,26 +121,26 @@ class CostCurve:
         self._slope = (self._table[-1] - self._table[0]) / max(len(self._table) - 1, 1)
 
     def seconds(self, count: int) -> float:
-        """The fitted cost; beyond the table's end it rises with the table's mean slope."""
+        """Fitted cost of a count. Beyond the table's end it rises with the table's mean slope."""
         table = self._table
         beyond = count - len(table) + 1
         return table[count] if beyond <= 0 else table[-1] + self._slope * beyond
 
     def costs(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same for several counts."""
+        """Fitted costs of several counts."""
         last = len(self._table) - 1
         beyond = np.maximum(counts - last, 0)
         return np.array(self._table)[np.minimum(counts, last)] + self._slope * beyond
 
 
 class RoundValue:
-    """Costs of a request's rounds, and lambda, the recent rate in tokens per second.
+    """Costs of a request's rounds; and lambda, the recent rate in tokens per second.
 
     Call :meth:`observe` once per committed round, before the rules that share it.
 
     Attributes:
-        draft: Seconds of a round's draft, by steps. The first step costs more than later ones where
-            a device switches from one engine to the other (three times as much on a CPU).
+        draft: Seconds of a round's draft, by steps. The first step costs more than later ones if
+            the device has to switch engines (three times as much on a CPU).
         verify: Seconds of a verify pass, by nodes besides the root.
         brought: Tokens and seconds of the recent rounds, discounted. The seconds are those of the
             curves, so stalls of the machine hardly count.
@@ -173,7 +174,7 @@ class RoundValue:
 
     @property
     def rate(self) -> float:
-        """lambda, in tokens per second. It is known as soon as ``verify`` is fitted."""
+        """lambda, in tokens per second. Available as soon as ``verify`` is fitted."""
         return self.brought[0] / self.brought[1]
 
     def seconds(self, steps: int, nodes: int) -> float:
@@ -182,8 +183,8 @@ class RoundValue:
         return drafting + self.verify.seconds(nodes)
 
     def prices(self, nodes: int, more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Prices of each number of ``more`` nodes besides ``nodes``, in tokens at the recent
-        rate."""
+        """Price of each number in ``more`` of nodes added to ``nodes`` nodes, in tokens at the
+        recent rate."""
         rate = self.rate
         before = rate * self.verify.seconds(nodes)
         return rate * self.verify.costs(nodes + more) - before
@@ -209,14 +210,14 @@ class RoundValue:
 
 
 def is_due(rounds: int) -> bool:
-    """Whether estimates are computed again after this number of rounds."""
+    """Whether estimates are due to be computed again after this number of rounds."""
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
 def most_valuable(
     values: Sequence[float], price: Price, counts: NDArray[np.int64] | None = None
 ) -> tuple[int, float]:
-    """The number of nodes that brings most beyond its price, and the excess; 0 and 0.0 if no number
+    """The number of nodes whose gain exceeds its price most, and the excess; 0 and 0.0 if no number
     is worth its price.
 
     Args:
