@@ -1,2 +1,2 @@
-"""Shared leaves: errors, files, the manifest, machine probes, the common parts of the commands.
-Imports no other room."""
+"""Modules that all rooms share: errors, files, the manifest, machine probes, common parts of the
+commands. They import no other room."""

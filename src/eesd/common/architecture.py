@@ -6,18 +6,19 @@ meaning: the shapes of the weights, a standard ONNX graph, a graph of this proje
 torch. A new part of a block is written here and in the tables that support it.
 
 **Draft** is the first N layers and the exit head, **verify** the whole model. Both share one set of
-L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks; caches of states
+caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks, and any caches of states
 follow. Verify writes all of them, so the draft can continue right after a verify pass. Verify can
-be split by layers into stages. A head that reads states of layers needs a single stage.
+be split by layers into stages. With a head that reads states of layers, verify must be a single
+stage.
 
-**Exit head**: E blocks, a norm, and an LM head (the base model's or its own) after layer N. Without
-blocks it has no caches: this is the early exit of models that were trained for it (LayerSkip, arXiv
-2404.16710). A head may also read the deep layers. Verify projects the states after some of them to
-a *deep state* of 2 KV D numbers for each token, and writes it into the token's slot of the deep
-cache, as if these were keys and values. A draft step reads the deep state of the token before its
-first token, projects it back, adds it after the head's last attention, and copies it into the slots
-of its own tokens. So all steps of a round read the deep state of the token before the root, the
-last one that verify had computed, without an input that names it.
+**Exit head**: E blocks, a norm, and an LM head (the base model's or a separate one) after layer N.
+A head without blocks has no caches: this is the early exit of models that were trained for it
+(LayerSkip, arXiv 2404.16710). A head may also read the deep layers. Verify projects the states
+after some of them to a *deep state* of 2 KV D numbers for each token, and writes it into the
+token's slot of the deep cache, as if these were keys and values. A draft step reads the deep state
+of the token before its first token, projects it back, adds it after the head's last attention, and
+copies it into the slots of its own tokens. So all steps of a round read the deep state of the token
+before the root, the last deep state that verify computed, without an input for its slot.
 
 **EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
 a state of the token before it. If that token is the one before the root, verify computed the state:
@@ -30,7 +31,7 @@ has no parent, so the published heads have no keys for it: only that token atten
 
 **Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
-nothing is undone when drafted tokens are rejected.
+nothing has to be undone when drafted tokens are rejected.
 
 The module needs neither torch nor onnx.
 """
@@ -56,28 +57,30 @@ X = TypeVar("X")
 EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm"
 LM_HEAD = "lm_head"
-"""Modules at the ends of the base model. A weight has its module's name followed by ``.weight``."""
+"""Names of the modules before and after the base layers. A weight's name is its module's name
+followed by ``.weight``."""
 ROUTER = "mlp.gate"
-"""Name within a block of the product that chooses experts."""
+"""Name, within a block, of the product that chooses experts."""
 SHARED = "mlp.shared_expert"
-"""Name within a block of the expert that every token uses. The name of its gate ends in
+"""Name, within a block, of the expert that every token uses. The name of its gate also ends in
 ``_gate``."""
 FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
 """Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
 SINKS = "self_attn.sinks"
-"""Name within a block of the heads' sinks, whose weight is [heads]."""
+"""Name, within a block, of the sinks of the attention heads. The weight is [heads]."""
 TAPS = "conv.conv"
-"""Name within a block of the convolution. Its weight is [hidden, 1, taps]; the last tap is for the
-token itself."""
+"""Name, within a block, of the convolution. Its weight is [hidden, 1, taps]; the last tap is for
+the token itself."""
 DEEP_IN = "deep_in_proj"
-"""Name in the exit head of the product that projects a deep state into the draft."""
+"""Name, in the exit head, of the product that projects a deep state into the draft."""
 CLAMP = 7.0
 CLAMPED_SLOPE = 1.702
-"""Limit of gate and up, and factor of the gate in the sigmoid, of the activation ``clamped``."""
+"""For the activation ``clamped``: the limit of gate and up, and the factor of the gate within the
+sigmoid."""
 XIELU = "mlp.act_fn"
-"""Name within a block of xielu's parameters. The weight is [2]: the factor of the square above 0,
-and the factor of the exponential below 0."""
+"""Name, within a block, of xielu's parameters. The weight is [2]: the factor of the square for
+positive x, and that of the exponential for negative x."""
 XIELU_SLOPE = 0.5
 """Factor of x in xielu."""
 XIELU_LIMIT = -1e-6
@@ -104,7 +107,7 @@ class Norm(NamedTuple):
     Attributes:
         name: Name of the module.
         eps: Added to the mean square, or to the variance.
-        centred: Whether it is a LayerNorm, which subtracts the mean, not an RMSNorm.
+        centred: Whether it is a LayerNorm, which subtracts the mean. If not, it is an RMSNorm.
         bias: Whether it adds a bias.
     """
 
@@ -115,7 +118,7 @@ class Norm(NamedTuple):
 
 
 def norm_of(geometry: Geometry, name: str) -> Norm:
-    """The norm called ``name`` of a geometry."""
+    """The norm called ``name``, with the options of a geometry."""
     return Norm(name, geometry.rms_norm_eps, geometry.centred_norms, geometry.norm_bias)
 
 
@@ -134,10 +137,11 @@ class Block:
     Attributes:
         geometry: Geometry of this block, with or without experts.
         prefix: Prefix of the names of its modules, such as ``model.layers.3.``.
-        cache: Index of its cache; for a convolution, of its first cache.
+        cache: Index of its cache; for a convolution, the index of its first cache.
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
-        eagle: The EAGLE-3 head of the block. Its attention reads an embedding and a state side by
-            side, hides the first slot, and has separate rotary tables.
+        eagle: The EAGLE-3 head that the block belongs to; None for other blocks. The block's
+            attention then reads an embedding and a state side by side, hides the first slot, and
+            has separate rotary tables.
         mlp: Width of the MLP; 0 for no MLP, None for the width of the geometry.
     """
 
@@ -159,9 +163,10 @@ class Block:
 
 
 class Operations(Protocol[X]):
-    """The operations on values X, which stand for hidden states [..., columns] of some tokens.
+    """The operations on values of type X, which represent hidden states [..., columns] of some
+    tokens.
 
-    ``name`` is the name of an operation's result within a graph.
+    ``name`` is the name of the result in a graph.
     """
 
     def embed(self, ids: X) -> X:
@@ -173,7 +178,7 @@ class Operations(Protocol[X]):
         ...
 
     def scale(self, x: X, gate: X, name: str) -> X:
-        """x times the sigmoid of a gate, which has one column."""
+        """x times the sigmoid of ``gate``, which has one column."""
         ...
 
     def activate(self, x: X, block: Block, name: str) -> X:
@@ -189,7 +194,7 @@ class Operations(Protocol[X]):
         residual: Sequence[X] = (),
         activation: str = "",
     ) -> X:
-        """The outputs of linear layers of x side by side, plus ``residual``.
+        """The outputs of several linear layers with input x, side by side, plus ``residual``.
 
         ``norm`` is applied to x first. With an ``activation``, the layers are gate and up of an
         MLP, and the result is the activated gate times up.
@@ -236,11 +241,11 @@ class Operations(Protocol[X]):
         """Gate, convolve and gate again.
 
         Args:
-            x: Three parts of the hidden size side by side: a, b and c.
-            block: The block. The state of a token, a times c, is written into its slots of the
-                block's caches.
-            name: Name of the result: b times the weighted sum of the states of the token and of the
-                tokens before it. The weights depend on distance and column.
+            x: Three parts side by side, each of the hidden size: ``a``, b and c.
+            block: The block. The state of a token, ``a`` times c, is written into the token's slots
+                of the block's caches.
+            name: Name of the result: b times a weighted sum of the states of the token and of those
+                before it. The weights depend on distance and column.
         """
         ...
 
@@ -253,7 +258,8 @@ class Operations(Protocol[X]):
         ...
 
     def parent_state(self, name: str, written: X | None = None) -> X:
-        """The state of each token's parent. ``written`` are the states written just before."""
+        """The state of each token's parent. ``written`` holds the states that were just written, if
+        any."""
         ...
 
     def last(self, x: X) -> X:
@@ -380,7 +386,7 @@ def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ())
 
 
 def finish_head(o: Operations[X], model: Model, x: X) -> X:
-    """The rest of the exit head's blocks, for each token alone."""
+    """The rest of the exit head's blocks, which sees each token alone."""
     blocks = model.head.blocks
     return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
 
@@ -394,7 +400,7 @@ def block(o: Operations[X], of: Block, x: X) -> X:
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
-    """The first half of a block: ``residual`` plus the output of attention or a convolution."""
+    """The first half of a block: ``residual`` plus the output of attention or of a convolution."""
     name = f"{of.prefix}attended"
     hidden = of.geometry.hidden_size
     if of.kind == CONVOLUTION:
@@ -412,7 +418,8 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
-    """The second half of a block, for each token alone: x plus the output of an MLP or mixture."""
+    """The second half of a block, which sees each token alone: x plus the output of an MLP or
+    mixture."""
     if of.mlp == 0:
         return x
     norm = of.norm("post_attention_layernorm") if of.geometry.norm_before else None
@@ -420,7 +427,7 @@ def feed_forward(o: Operations[X], of: Block, x: X) -> X:
 
 
 def _feed(o: Operations[X], of: Block, x: X, norm: Norm | None, to: X) -> X:
-    """Add the output of the MLP or mixture for x ``to`` a state."""
+    """The state ``to`` plus the output of the MLP or mixture for x."""
     geometry = of.geometry
     prefix = of.prefix
     behind = geometry.norm_behind
@@ -505,7 +512,7 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
 
 
 def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:
-    """Write the keys and values of the exit blocks. Verify computes nothing else of them."""
+    """Write the keys and values of the exit blocks, the only part of them that verify computes."""
     last = model.head.blocks - 1
     for index in range(last):
         x = block(o, model.exit_block(index), x)

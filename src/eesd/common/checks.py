@@ -1,5 +1,5 @@
-"""Checks of arguments at the edge of the API. Numbers of numpy count as numbers, booleans and text
-do not."""
+"""Checks of arguments at the edge of the API. NumPy numbers count as numbers; booleans and text do
+not."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -54,13 +54,13 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_type(name: str, value: Any, kind: type | UnionType, wanted: str) -> None:
-    """Raises :class:`EESDError` for a value of another type."""
+    """Raise :class:`EESDError` if the value is not of this type."""
     if not isinstance(value, kind):
         raise EESDError(f"{name} is {shown(value)}; it must be {wanted}.")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raises :class:`EESDError` unless the value is one of ``choices``."""
+    """Raise :class:`EESDError` unless the value is one of ``choices``."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         raise EESDError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.")

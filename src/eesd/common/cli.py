@@ -25,8 +25,8 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class _Path(click.Path):
-    """A path. An empty path, as from an unset shell variable, is refused: it would mean the current
-    directory."""
+    """A path. An empty path, such as the value of an unset shell variable, is refused because it
+    would mean the current directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -42,8 +42,8 @@ class _Path(click.Path):
 
 
 class _Output(_Path):
-    """A path that a command writes. Links and ".." are resolved when the command begins, and may
-    change later."""
+    """A path that a command writes. Links and ".." are resolved when the command begins, because
+    they may change later."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -180,8 +180,8 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_streams() -> None:
-    """Protect a program that was started with closed streams: no file may get the descriptor of a
-    standard stream, because libraries print to it.
+    """Protect a program that was started with closed streams: a file that got the descriptor of a
+    standard stream would receive what libraries print.
 
     Without stderr, messages are dropped. Without stdout the program ends, because its result would
     be lost.

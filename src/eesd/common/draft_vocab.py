@@ -1,6 +1,6 @@
 """The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
 
-For a small model, a draft step spends much of its time on the LM head, and most text uses few of
+A draft step of a small model spends much of its time on the LM head, though most text uses few of
 the tokens. Verify can still choose tokens that the draft cannot predict, so the vocabulary affects
 acceptance only. The module needs no torch.
 """
@@ -18,7 +18,7 @@ Ids = NDArray[np.int64]
 
 
 def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:
-    """Whether these are ascending ids of different tokens of the vocabulary."""
+    """Whether these are ids of the vocabulary, ascending and without repetition."""
     return bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
 
 
@@ -45,7 +45,7 @@ class DraftColumns:
         return columns
 
     def has(self, tokens: Sequence[int] | Ids, size: int) -> NDArray[np.bool_]:
-        """Which of these tokens have one of ``size`` columns."""
+        """Which of these tokens have one of the first ``size`` columns."""
         if self._ids is None:
             return np.asarray(tokens) < size
         known: NDArray[np.bool_] = (
@@ -54,7 +54,7 @@ class DraftColumns:
         return known
 
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
-        """Spread values of columns to values of tokens [V]: 0 for tokens without a column."""
+        """Turn values of columns into values of tokens [V]: 0 for tokens without a column."""
         if self._ids is None:
             return values
         spread = np.zeros(vocab_size)

@@ -1,4 +1,4 @@
-"""The exception for everything that the user can fix."""
+"""The exception for errors that the user can fix."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ class EESDError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message without its middle, if it repeats input of thousands of characters. The end says
-    what to do."""
+    """A message, without its middle if it repeats thousands of characters of input. The end is kept
+    because it says what to do."""
     return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
 
 
@@ -24,7 +24,7 @@ def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:
     """Turn any exception of a library into an :class:`EESDError`.
 
     An exception raised by the caller's signal handler passes through: it may interrupt any call,
-    and says nothing about this one.
+    and has nothing to do with this call.
     """
     try:
         yield

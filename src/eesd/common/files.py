@@ -3,9 +3,9 @@
 A writer writes beside the final name, to ``.NAME.eesd-RANDOM.new``. A directory that it replaces is
 moved to ``.old`` for a moment. Before either exists, the writer creates
 ``.NAME.eesd-RANDOM.lock`` and keeps it locked. The operating system unlocks it when the process
-ends, however it ends: if the lock can be taken, the files beside it are leftovers. The next run
-that writes to the same place removes them. Files that no run wrote are never removed: callers
-define which are foreign.
+ends for any reason. So if the lock can be taken, the files beside it are leftovers. The next run
+that writes to the same place removes them. Files that no run wrote are never removed: each caller
+defines which files are foreign.
 """
 
 import logging
@@ -62,7 +62,7 @@ def directory_written_whole(
     and deleted if it raises.
 
     Args:
-        output: The directory to write. It must not be a link by then.
+        output: The directory to write. It must not be a link when the block ends.
         foreign: Returns the reason not to replace an existing directory, as "it ...", or "".
 
     Raises:
@@ -86,8 +86,8 @@ def is_temporary(name: str) -> bool:
 
 
 def remove_leftovers(directory: Path, name: str | None = None) -> None:
-    """Remove the leftovers of killed processes in a directory, and put back a directory that one of
-    them had moved aside.
+    """Remove the leftovers of killed processes in a directory, and put back a directory that a
+    killed process had moved aside.
 
     Each removal is logged as a warning of one line. Files that may belong to a running process are
     kept: silently if their lock is held, with a warning if that is unknown.
@@ -109,7 +109,7 @@ class Claim(NamedTuple):
 
     Attributes:
         target: The final name.
-        key: Random, so that no two writers share a name.
+        key: Random text, so that no two writers share a name.
     """
 
     target: Path
@@ -131,16 +131,16 @@ class Claim(NamedTuple):
         return self.target.with_name(f".{self.target.name}.eesd-{self.key}.{kind}")
 
     def put_back(self) -> bool:
-        """Undo the first rename of a replacement if the second did not happen. Returns whether it
-        had to be undone."""
+        """Undo the first rename of a replacement if the second one did not happen. Returns whether
+        anything was undone."""
         if lexists(self.target) or not lexists(self.old):
             return False
         self.old.rename(self.target)
         return True
 
     def move_aside(self, foreign: Callable[[Path], str]) -> str:
-        """Move the existing directory to ``old``, unless it is ``foreign``. Returns the reason if
-        it stays, or ""."""
+        """Move the existing directory to ``old`` unless it is ``foreign``. Returns the reason for
+        leaving it in place, or ""."""
         if not lexists(self.target):
             return ""
         if not self.target.is_dir() or self.target.is_symlink():
@@ -166,7 +166,8 @@ class Claim(NamedTuple):
         return lasting
 
     def clean_up(self) -> None:
-        """Delete everything, the lock last: without it, the other files cannot be attributed."""
+        """Delete all files of the claim, the lock last: without it, nobody could tell whose the
+        others are."""
         with suppress(OSError):
             self.put_back()
         if (
@@ -179,14 +180,14 @@ class Claim(NamedTuple):
     def sweep(self) -> None:
         """Clean up if the writer is dead. If it lives, or if that is uncertain, change nothing."""
         left = lexists(self.new) or lexists(self.old)
-        # A lock without text is from a writer that wrote nothing else: it was killed first, or has
-        # not continued yet.
+        # A lock without text comes from a writer that has written nothing else: it was killed
+        # before it could, or has not come that far yet.
         with suppress(OSError), _taken(self.lock) as (is_free, text):
             if not is_free:
                 return
             sure = _from_this_machine(text) if text else not left
-            # If the place of a directory that was moved aside is taken, only the owner of both
-            # knows which one is wanted.
+            # If the place of a directory that was moved aside is taken by now, only the owner of
+            # both directories can decide which to keep.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
                     LOGGER.warning(
@@ -230,7 +231,7 @@ def _new_claim(target: Path) -> tuple[Claim, int]:
             lock = os.open(claim.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:  # the user knows only the final name
             raise OSError(error.errno, error.strerror, str(target)) from None
-        # Another run that looks for leftovers may take the lock first and delete the file.
+        # Another run, looking for leftovers, may take the lock first and delete the file.
         if try_lock(lock) is not False and claim.lock.exists():
             return claim, lock
         os.close(lock)
@@ -268,7 +269,7 @@ def try_lock(file: int) -> bool | None:
 
 
 def _from_this_machine(text: str) -> bool:
-    """Whether the lock file with this text was written on this machine.
+    """Whether a lock file with this text was written on this machine.
 
     Locks work across all containers of a machine. On some network file systems they do not work
     across machines.
@@ -296,8 +297,8 @@ def _delete(path: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """The directory for files that EESD can make again, as the user or the system configures it.
-    None for a user without a home."""
+    """The directory for files that EESD can make again, as configured by the user or the system;
+    None for a user without a home directory."""
     if given := os.environ.get("EESD_CACHE_DIR"):
         return Path(given)
     of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}

@@ -18,16 +18,18 @@ class RopeScaling:
 
     Attributes:
         kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
-        factor: Factor by which the model's texts become longer.
-        original_max_position: Positions of the model before the scaling (llama3, yarn).
-        low_freq_factor: Frequencies with fewer turns than this over the original positions are
+        factor: Factor by which the scaling extends the length of texts.
+        original_max_position: Number of positions of the model before the scaling (llama3, yarn).
+        low_freq_factor: Frequencies that turn fewer times than this over the original positions are
             scaled (llama3).
-        high_freq_factor: Frequencies with more turns than this are not scaled (llama3).
-        beta_fast: Dimensions with more turns than this are not scaled (yarn).
-        beta_slow: Dimensions with fewer turns than this are scaled (yarn).
+        high_freq_factor: Frequencies that turn more often than this are not scaled (llama3).
+        beta_fast: Dimensions that turn more often than this are not scaled (yarn).
+        beta_slow: Dimensions that turn less often than this are scaled (yarn).
         attention_factor: Factor of cos and sin (yarn, longrope).
-        truncate: Whether the bounds of the dimensions between these are rounded to integers (yarn).
-        divisors: Divisor of each frequency, as for texts within the original positions (longrope).
+        truncate: Whether the bounds of the dimensions between ``beta_fast`` and ``beta_slow`` are
+            rounded to integers (yarn).
+        divisors: Divisor of each frequency: those for texts within the original positions
+            (longrope).
     """
 
     kind: str
@@ -46,9 +48,9 @@ FULL = "full"
 SLIDING = "sliding"
 UNROTATED = "unrotated"
 CONVOLUTION = "convolution"
-"""Kinds of layers. FULL: rotary embedding, and attention to all previous tokens. SLIDING: attention
-within a window, with the local rotary base if there is one. UNROTATED: no rotary embedding.
-CONVOLUTION: a short convolution instead of attention."""
+"""Kinds of layers. FULL has a rotary embedding, and attention to all previous tokens. SLIDING has
+attention within a window, with the local rotary base if there is one. UNROTATED is FULL without the
+rotary embedding. CONVOLUTION has a short convolution instead of attention."""
 GATES = ("silu", "gelu_tanh", "clamped")
 """Activations of the gate of an MLP. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to
 up."""
@@ -59,7 +61,7 @@ MOST_LAYERS = 4096
 WIDEST = 512
 LARGEST_SIZE = 1 << 24
 MOST_TAPS = 16
-"""Bounds on the values of a file, so that a damaged one cannot exhaust the memory."""
+"""Bounds on the values in a file, so that a damaged file cannot exhaust the memory."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Experts:
         used: Number of experts that a token uses.
         size: Intermediate size of an expert.
         normed: Whether the weights of a token's experts are divided by their sum.
-        dense_layers: Layers with one MLP of the model's intermediate size instead, ascending. May
-            name layers beyond the last.
-        shared: Intermediate size of an MLP that every token uses as well; 0: none.
+        dense_layers: Layers with one MLP of the model's intermediate size instead of experts,
+            ascending. May include layers beyond the last.
+        shared: Intermediate size of an MLP that every token uses as well; 0 for no such MLP.
         shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
         bias: Whether router and experts have biases.
 
@@ -105,38 +107,40 @@ class Experts:
 
 @dataclass(frozen=True)
 class Geometry:
-    """All properties that the modules of a decoder depend on. The defaults are those of Llama.
+    """All properties that the modules of a decoder depend on. Defaults are Llama's values.
 
     Attributes:
         architecture: Name of the architecture in transformers. Not used in computations.
         qk_norm: Whether queries and keys are normalized before they are rotated, each head
             separately.
         qk_norm_rotated: Whether queries and keys are normalized after the rotation instead.
-        qk_norm_joint: Whether one norm is over all heads together instead.
+        qk_norm_joint: Whether queries and keys are each normalized over all heads together instead.
         norm_before: Whether a norm precedes attention and MLP.
-        norm_behind: Whether a norm follows each of them, before its output is added to x.
+        norm_behind: Whether a norm follows attention and MLP, before their output is added to x.
         centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
         norm_bias: Whether norms add a bias.
         parallel: Whether attention and MLP read the same normalized x, and both are added to x.
             The blocks of an exit head run them one after the other.
-        wide_norms: Whether norms have float32 weights and multiply in float32, regardless of the
+        wide_norms: Whether norms have float32 weights and multiply in float32, whatever the
             directory's element type.
         gated: Whether the MLP multiplies an activated gate by another projection.
-        activation: One of :data:`GATES`, or without a gate one of :data:`PLAIN`.
+        activation: One of :data:`GATES`, or one of :data:`PLAIN` if the MLP has no gate.
         embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0: D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
-        sinks: Whether each head has one more score, a sink, besides the tokens' scores. Its value
-            vector is 0.
-        logit_cap: Cap of the model's logits, as for scores. The exit head has no cap: it learns the
-            capped logits.
-        rotated: Number of values rotated in each half of a head, from the first on; 0: all.
+        sinks: Whether each head has a sink: one more score besides those of the tokens, with a
+            value vector of 0.
+        logit_cap: Cap of the model's logits, as for scores. The exit head has no cap because it
+            learns to predict the capped logits.
+        rotated: Number of values that are rotated in each half of a head, from its beginning;
+            0 means all.
         layer_kinds: Kind of each layer; empty: all are ``full``. May be longer than the model.
         window: Number of tokens that a sliding layer sees, the current one included.
         taps: Number of tokens that a short convolution sees, the current one included.
-        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: the same
-            frequencies as in other layers.
-        experts: Mixture that replaces MLPs in layers. The blocks of an exit head keep MLPs.
+        local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. 0:
+            sliding layers have the same frequencies as other layers.
+        experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
+            MLPs.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -261,8 +265,8 @@ class Geometry:
         }
 
     def check_window(self, nodes: int) -> None:
-        """Raise ValueError unless the window is longer than a round with this many drafted nodes.
-        Only then does the round fit in it."""
+        """Raise ValueError unless the window is longer than a round with this number of drafted
+        nodes. The whole round must fit in it."""
         if 0 < self.window <= nodes:
             raise ValueError(
                 f"the window of {self.window} tokens is not longer than a round of {nodes} "
@@ -280,13 +284,13 @@ class Geometry:
 
     def head_layers(self, blocks: int) -> list[int]:
         """The layers from which an untrained exit head copies the weights and kinds of its blocks:
-        the last ``blocks`` layers with attention. That many must exist."""
+        the last ``blocks`` layers with attention. The model must have that many."""
         layers = self.attention_layers
         return layers[len(layers) - blocks :]
 
     @property
     def state_caches(self) -> int:
-        """Number of caches for a state of the hidden size."""
+        """Number of caches that hold one state of the hidden size."""
         return -(-self.hidden_size // self.cache_columns)
 
     def caches_of(self, layer: int) -> range:
@@ -327,7 +331,7 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: D / 2, or D if sliding layers have a base of their own."""
+        """Columns of the rotary tables: D / 2, or D if sliding layers have a local base."""
         return self.head_dim if self.local_theta else self.head_dim // 2
 
     def on_rank(self, ranks: int) -> "Geometry":
@@ -369,18 +373,19 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Eagle:
-    """Structure of an EAGLE-3 head (arXiv 2503.01840). It reads states of the model; after drafted
-    tokens, its own states.
+    """Structure of an EAGLE-3 head (arXiv 2503.01840). The head reads states of the model; for
+    drafted tokens, it reads states that it computed itself.
 
     Attributes:
         layers: The layers whose hidden states verify fuses for the head, ascending.
         block: Sizes of the head's block. Attention reads an embedding and a state side by side. All
             caches have one shape, so hidden size, KV heads and head size equal the model's.
-        normed_residual: Whether the block adds to the norm of the state, not to the state.
-        fuse_norms: Number of norms before the states are fused: none, one over all states side by
-            side, or one for each layer (EAGLE-3.1).
-        normed_output: Whether the next draft step reads the norm of the block's output, not the
-            output (EAGLE-3.1).
+        normed_residual: Whether the residual of the block is the norm of the state instead of the
+            state.
+        fuse_norms: Number of norms before the states are fused: 0, 1 (over all states side by
+            side), or one for each layer (EAGLE-3.1).
+        normed_output: Whether the next draft step reads the norm of the block's output instead of
+            the output (EAGLE-3.1).
     """
 
     layers: tuple[int, ...]
@@ -395,21 +400,22 @@ class ExitConfig:
     """Position and structure of a drafting head: an exit head, or an EAGLE-3 head.
 
     Attributes:
-        layer: N, the number of base layers before the head. N = L means that the draft is the whole
-            model, with weights of fewer bits.
+        layer: N, the number of base layers before the head. N = L with E = 0 means that the draft
+            is the whole model, with weights of fewer bits.
         blocks: E, the number of decoder blocks in the head. If 0, norm and LM head follow layer N
             directly, as in models trained with LayerSkip.
-        own_lm_head: Whether the head has a separate LM head, not the base model's. In an engine
-            directory a draft vocabulary always needs one, with a row for each of its tokens.
+        own_lm_head: Whether the head has a separate LM head, instead of using the base model's. In
+            an engine directory a draft vocabulary always needs a separate LM head, with a row for
+            each of its tokens.
         base: Fingerprint of the base model.
-        trained: False for an initialised head that was never trained. An untrained head without
-            blocks is a place holder, not worth running.
+        trained: False for a head that was only initialised. An untrained head without blocks is a
+            placeholder that is not worth running.
         calibration: Calibration prior of this head; None for the controllers' default prior.
-        draft_vocab: Vd, the number of tokens that the head can predict; 0 for the whole vocabulary.
+        draft_vocab: Vd, the number of tokens that the head can predict; 0: the whole vocabulary.
         deep: Layers above N, ascending, whose hidden states verify writes to the deep cache for the
-            draft to read; empty for no deep cache.
+            draft; empty if there is no deep cache.
         mlp: Width of the blocks' MLPs; 0 for no MLP, None for the width of the model's MLPs.
-        eagle: Structure of an EAGLE-3 head: one block with its own LM head right after the
+        eagle: Structure of an EAGLE-3 head: one block and a separate LM head, right after the
             embeddings (N = 0). None for an exit head.
     """
 
@@ -426,7 +432,7 @@ class ExitConfig:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the draft graph is more than a place holder."""
+        """Whether the draft graph is more than a placeholder."""
         return self.trained or self.blocks > 0
 
     def is_whole(self, geometry: Geometry) -> bool:

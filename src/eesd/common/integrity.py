@@ -77,7 +77,8 @@ def _sampled_sha256(path: Path, size: int) -> str:
 def check_loaded(
     directory: Path, files: Mapping[str, FileInfo] | Mapping[str, LinkInfo], remedy: str
 ) -> None:
-    """Check files that are about to be loaded, in milliseconds: large files by samples.
+    """Check files that are about to be loaded. This takes milliseconds, because large files are
+    checked by samples.
 
     The samples tell files of different models apart. They rarely show a change of single bytes;
     :func:`verify_hashes` does.
@@ -88,7 +89,7 @@ def check_loaded(
         remedy: What to do about a wrong file, for the message.
 
     Raises:
-        EESDError: A file is missing, or is not the described one.
+        EESDError: A file is missing, or does not match its description.
     """
     for name, info in files.items():
         path = directory / name
@@ -107,7 +108,7 @@ def verify_hashes(
     remedy: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Hash files whole.
+    """Check files by hashing all of their bytes.
 
     Args:
         directory: Directory of the files.
@@ -129,7 +130,7 @@ def verify_hashes(
 
 
 def files_changed(directory: Path, manifest: Manifest) -> bool:
-    """Whether a file is newer than the manifest. Exports and builds write the manifest last."""
+    """Whether any file is newer than the manifest, which exports and builds write last."""
     written = (directory / MANIFEST_FILE).stat().st_mtime_ns
     return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
 
@@ -139,8 +140,8 @@ def verify_files(
 ) -> None:
     """Check that no file was changed after the export.
 
-    Files that the export wrote are hashed. Linked files are compared by size, time of the last
-    change, and hash of the samples.
+    Files that the export wrote are hashed. Linked files are compared by size, time of last change,
+    and the hash of their samples.
 
     Args:
         directory: Engine directory.

@@ -95,8 +95,8 @@ def read_json(path: Path, remedy: str) -> Any:
         remedy: What to do if it cannot be used, for the message.
 
     Raises:
-        EESDError: The file is missing, cannot be read, is too large, not UTF-8, not JSON, or nested
-            too deeply.
+        EESDError: The file is missing, unreadable, too large, not UTF-8, not JSON, or nested too
+            deeply.
     """
     if not path.exists():
         raise EESDError(f"{path} is missing; {remedy}.")
@@ -110,8 +110,8 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises like :func:`read_json`, and for any other
-    value."""
+    """Read a JSON file that holds an object. Raises like :func:`read_json`, and if the value is not
+    an object."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise EESDError(f"{path} does not hold a JSON object; {remedy}.")
@@ -135,7 +135,7 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """Make a dataclass from a JSON object with exactly its fields, of the annotated types.
+    """Make a dataclass from a JSON object that has exactly its fields, with the annotated types.
 
     Args:
         kind: The dataclass. Its fields are plain types, dataclasses, tuples of any length, dicts
@@ -185,6 +185,6 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """The annotated types of a dataclass, cached: a manifest has hundreds of values of few
-    classes."""
+    """The annotated types of a dataclass. Cached, because a manifest has hundreds of values of a
+    few classes."""
     return get_type_hints(kind)

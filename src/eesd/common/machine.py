@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 import eesd
 
 TORCH_ENGINE = ("torch", "safetensors", "onnx")
-"""Packages that the torch engine imports, besides those of every installation."""
+"""Packages that the torch engine imports, in addition to those of every installation."""
 
 
 def installed(package: str) -> str | None:
@@ -48,8 +48,8 @@ def pip_install(extra: str = "", *options: str) -> str:
 
 
 def _installed_from() -> str:
-    """The URL of the checkout, wheel or repository that pip installed EESD from; "" for an
-    index."""
+    """The URL of the checkout, wheel or repository that pip installed EESD from; "" if that was a
+    package index."""
     try:
         found = distribution("eesd").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -65,8 +65,8 @@ def cores() -> int:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory of the process to the system, which glibc would keep. Does nothing with
-    other libraries."""
+    """Return memory that the process has freed to the system; glibc would keep it. Does nothing
+    with other C libraries."""
     if os.name == "posix" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 

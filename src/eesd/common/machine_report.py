@@ -46,7 +46,8 @@ def _processor() -> dict[str, str]:
 
 
 def _describe_processor() -> str:
-    """Cores, family and model (docs/decisions/0120 has a table by these), and vector extensions."""
+    """Cores, family, model and vector extensions. docs/decisions/0120 has a table by family and
+    model."""
     found = _processor()
     kinds = [f"{name} {found[name]}" for name in ("cpu family", "model") if name in found]
     return ", ".join([f"{os.cpu_count()} cores", *kinds, *cpu_features()])
@@ -69,9 +70,9 @@ def compute_capability() -> str | None:
     """Compute capability of the first GPU that CUDA programs see, such as ``9.0``; None without
     one.
 
-    The answer comes from torch if it is imported already, and from the driver if not. The driver's
-    order of GPUs is that of ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or
-    with GPUs of one kind.
+    The answer comes from torch if it is already imported, and from the driver if not. The driver
+    numbers GPUs as ``CUDA_VISIBLE_DEVICES`` does only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or if
+    all GPUs are of one kind.
     """
     torch = sys.modules.get("torch")
     if torch is not None and nvidia_driver() and torch.cuda.is_available():
@@ -89,8 +90,8 @@ def _of_first_gpu(field: str) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
-        # A UUID may be abbreviated. The name of a part of a GPU (MIG) does not identify the GPU:
-        # take the first.
+        # A UUID may be abbreviated. The name of a part of a GPU (MIG) does not identify the GPU, so
+        # the first GPU is taken.
         gpus = [
             gpu
             for gpu in gpus

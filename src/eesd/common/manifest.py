@@ -39,11 +39,10 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
-"""The ids of the draft vocabulary, ascending, as little-endian int64. External data of the draft
-graph."""
+"""File with the ids of the draft vocabulary, ascending, as little-endian int64. It is external data
+of the draft graph."""
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options that are adopted from a model's ``generation_config.json``, as vLLM does by
-default."""
+"""Sampling options adopted from a model's ``generation_config.json``, as vLLM does by default."""
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -57,8 +56,8 @@ SPECIAL_TOKENS = (
 DEFAULT_SLOTS = 4096
 DEFAULT_TREE_NODES = 32
 DEFAULT_TOP_K = 8
-"""Export defaults of ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and
-``draft_top_k``."""
+"""Export defaults of ``max_seq_len`` (at most the model's number of positions), ``max_tree_nodes``
+and ``draft_top_k``."""
 MAX_SLOTS = 1 << 24
 MAX_TREE_NODES = 512
 MAX_TOP_K = 64
@@ -66,21 +65,22 @@ MAX_TOP_K = 64
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
-"""Prompt tokens of one prefill call on a GPU. Each call reads all weights; up to about this many
-tokens, that takes longer than computing."""
+"""Prompt tokens of one prefill call on a GPU. Up to about this number of tokens, reading all
+weights takes a call longer than computing."""
 MASKED = -30000.0
-"""Additive mask of a hidden slot. It fits float16, and its softmax weight is exactly zero."""
+"""Additive mask of a hidden slot. It fits float16, and makes the slot's softmax weight exactly
+zero."""
 SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
 EXACT_NODES = 64
-"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call with all of
-them costs little more."""
+"""Up to this number of nodes, a GPU spends more time on reading weights than on computing, so a
+call with all of them costs little more."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """Name, shape and element type of an input or output of a graph. ``B``, ``n``, ``S`` and ``R``
-    in a shape are symbolic."""
+    in a shape are symbolic dimensions."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -109,7 +109,7 @@ class GraphInfo:
 
     @property
     def results(self) -> tuple[TensorInfo, ...]:
-        """The outputs that are not caches: logits or a hidden state; for the draft also candidates
+        """The outputs that are not caches: logits or a hidden state; for the draft, also candidates
         and log-probabilities."""
         return self.outputs[: len(self.outputs) - 2 * len(self.caches)]
 
@@ -134,8 +134,8 @@ class FileInfo:
 class LinkInfo:
     """A checkpoint file that is hard-linked into the directory.
 
-    Only samples are hashed: hashing a whole checkpoint takes longer than the rest of an export with
-    links.
+    Only samples are hashed, because hashing a whole checkpoint would take longer than the rest of
+    an export with links.
 
     Attributes:
         size: Size in bytes.
@@ -160,15 +160,15 @@ class PlanInfo:
         version: Version of the builder.
         compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that
             the flavour supports.
-        source: SHA-256 over all that determines the plan: graph, weights, options and builder
+        source: SHA-256 of everything that determines the plan: graph, weights, options and builder
             version.
         max_batch: Largest number of sequences in a decoding call.
-        profiles: (min, opt, max) nodes of a call: for decoding and, except in the draft's plan, for
-            prefill.
-        fused_attentions: Number of layers whose attention is a single kernel.
-        fused_cache_updates: Number of cache updates that are a single kernel.
-        refit: For a plan without weights, SHA-256 of the graph and weights that it is loaded with.
-            Empty: the plan contains its weights.
+        profiles: The (min, opt, max) nodes of a call: one profile for decoding and, except in the
+            draft's plan, one for prefill.
+        fused_attentions: Number of layers whose attention runs as a single kernel.
+        fused_cache_updates: Number of cache updates that run as a single kernel.
+        refit: For a plan without weights, SHA-256 of the graph and weights that are loaded with it.
+            Empty if the plan contains its weights.
         samples: As in :class:`FileInfo`.
     """
 
@@ -244,14 +244,14 @@ class Manifest:
         sampling: Sampling of requests that set no options.
         draft: The draft graph.
         verify: The verify graph: its stages in order, or a single one.
-        files: Size and hash of every file that the export wrote, except the manifest and builds for
+        files: Description of every file that the export wrote, except the manifest and builds for
             the CPU.
         linked: Checkpoint files that are hard-linked into the directory; empty without
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
         plans: TensorRT plans by the name of the graph file that they were built from.
-        packed: SHA-256 of the file list of a build for the CPU, if only that build has the weights;
-            empty if not.
+        packed: SHA-256 of the file list of a build for the CPU, if the weights are only in that
+            build; empty if not.
     """
 
     format_version: int
@@ -275,8 +275,8 @@ class Manifest:
     packed: str = ""
 
     def on_rank(self, ranks: int) -> "Manifest":
-        """This manifest with the geometry of one rank: that of its caches and buffers, not of its
-        weights.
+        """This manifest with the geometry of one rank. It describes the rank's caches and buffers,
+        not its weights.
 
         Raises:
             EESDError: The model cannot be split over this many ranks.
@@ -297,7 +297,8 @@ class Manifest:
     def gpu_slots(self) -> int:
         """Slots of the caches on a GPU: those of the text, and room for the nodes that pad a round.
 
-        A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
+        The number is a multiple of 16, so that the caches of every layer are aligned as TensorRT
+        requires.
         """
         return -(-(self.max_seq_len + self.max_tree_nodes) // 16) * 16
 
@@ -308,7 +309,7 @@ class Manifest:
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The graphs that run: the draft graph, unless it is a place holder, and the stages of
+        """The graphs that run: the draft graph, unless it is a placeholder, and the stages of
         verify."""
         return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
@@ -320,7 +321,8 @@ class Manifest:
 
     @property
     def is_packed(self) -> bool:
-        """Whether only a build for the CPU has the weights, and not :data:`WEIGHTS_FILE`."""
+        """Whether the weights are only in a build for the CPU, so that there is no
+        :data:`WEIGHTS_FILE`."""
         return WEIGHTS_FILE not in self.files
 
     def check_whole(self, directory: Path) -> None:
@@ -415,7 +417,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     geometry = manifest.geometry
     least = int(exit_head.eagle is None)
     most = geometry.num_layers - (exit_head.blocks > 0)
-    # Checked before the numbers size anything.
+    # Check the numbers before they are used as sizes.
     sizes = {
         "max_seq_len": MAX_SLOTS,
         "max_tree_nodes": MAX_TREE_NODES,
@@ -461,8 +463,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
 
 
 def _draft_vocab_fits(manifest: Manifest) -> bool:
-    """Whether the draft vocabulary is consistent: absent, or with a file and enough tokens for the
-    candidates of a node."""
+    """Whether the draft vocabulary is consistent: either there is none, or it has a file, and
+    enough tokens for a node's candidates."""
     head = manifest.exit_head
     listed = DRAFT_VOCAB_FILE in manifest.files
     if not head.draft_vocab:

@@ -1,4 +1,4 @@
-"""Paths that commands write, and what they delete: only what a command wrote."""
+"""Paths that commands write. Commands delete only files that a command wrote."""
 
 import errno
 import os
@@ -14,7 +14,8 @@ from eesd.common.files import claimed, temporary_beside
 
 
 def resolved(path: Path) -> Path:
-    """``path`` without links and "..", as of now. Raises OSError if links form a circle."""
+    """``path`` with links and ".." resolved as they are now. Raises OSError if links form a
+    circle."""
     try:
         return path.resolve()
     except RuntimeError:
@@ -27,8 +28,8 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_own(path: Path, beginning: str) -> None:
-    """Raise :class:`EESDError` for a link, and for a file that does not begin as the command writes
-    it. An empty file is fine."""
+    """Raise :class:`EESDError` for a link, and for a file that does not begin with the text that
+    the command writes first. An empty file is fine."""
     own = not path.is_symlink()
     if own and path.is_file():
         with path.open("rb") as file:
@@ -40,7 +41,7 @@ def check_own(path: Path, beginning: str) -> None:
 
 
 def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
-    """Delete a directory unless it is ``foreign``. Returns the reason if it is kept, or ""."""
+    """Delete a directory unless it is ``foreign``. Returns the reason for keeping it, or ""."""
     with claimed(path) as claim:
         kept = claim.move_aside(foreign)
         if not kept and lexists(claim.old):

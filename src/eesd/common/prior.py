@@ -1,5 +1,5 @@
-"""The calibration prior of an exit head: the controllers' assumptions about its confidence before
-the first round.
+"""The calibration prior of an exit head: the controllers' assumptions about the head's confidence
+before the first round.
 
 ``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
 """

@@ -1,5 +1,5 @@
-"""Quantization of an engine directory's weights, and the weight names that it depends on. Needs no
-torch."""
+"""Quantization of an engine directory's weights, and the weight names on which it depends. The
+module needs no torch."""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +9,7 @@ QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
 """Values of ``--quantize``: formats of linear weights."""
 FP8 = "float8e4m3fn"
 FP4 = "float4e2m1"
-"""Small floating-point numbers by their ONNX names: 8 bits for -448 to 448, and 4 bits for -6 to
-6."""
+"""ONNX names of small floating-point types: 8 bits for -448 to 448, and 4 bits for -6 to 6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
 """Element types of quantized weights. Unsigned ones have zero points or minimums."""
 BITS = {
@@ -28,24 +27,24 @@ BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have
 kernels for 32."""
 BLOCKS = (32, 64, 128)
-"""Block sizes that a checkpoint with quantized weights may use instead."""
+"""Block sizes that a checkpoint with quantized weights may use."""
 OWN_BLOCKS = (16, *BLOCKS)
 """Block sizes of a single tensor that keeps the levels of its file."""
 SCALE_TYPES = ("float16", "float32")
-"""Element types of scales and minimums, other than the directory's."""
+"""Element types of scales and minimums that may differ from the directory's."""
 
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
-"""Prefix of the exit head's weights in the graphs."""
+"""Prefix of the names of the exit head's weights in the graphs."""
 DRAFT = "draft."
-"""Prefix of the draft's copies of base weights."""
+"""Prefix of the names of the draft's copies of base weights."""
 PACKED = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
-"""Linear layers with the same input, packed into one product: a part of the packed name, and the
-corresponding parts of the layers' names in order."""
+"""Linear layers with the same input that are packed into one product: a part of the packed layer's
+name, and the corresponding parts of the layers' names, in order."""
 
 Shape = tuple[int, ...]
 
@@ -82,7 +81,7 @@ class Quantization:
 
     @property
     def factor(self) -> bool:
-        """Whether a weight has one more factor for all its scales."""
+        """Whether a weight has a further factor for all its scales."""
         return self.scales == FP8
 
     @property
@@ -124,15 +123,15 @@ class Quantizations:
 
     Attributes:
         layers: Quantization of the base layers.
-        head: Quantization of the base model's LM head. If it is tied to the embedding table, it
-            gets a quantized copy.
+        head: Quantization of the base model's LM head. An LM head that is tied to the embedding
+            table gets a quantized copy.
         draft: Quantization of the exit head, and of the draft's copies of base layers and LM head.
             Only drafted tokens depend on these. The draft has a copy only if it takes fewer bits
             than the weight of verify.
-        tensors: Quantizations of single tensors by their checkpoint names, instead of the above.
-            These keep the levels of the checkpoint's file. Only here can the embedding table be
-            quantized, with 8 bits; a tied LM head is then the same tensor. The draft has no copies
-            of them.
+        tensors: Quantizations of single tensors by their checkpoint names, in place of the above.
+            These tensors keep the levels of the checkpoint's file, and the draft has no copies of
+            them. Only here can the embedding table be quantized, with 8 bits; a tied LM head is
+            then the same tensor.
     """
 
     layers: Quantization | None = None
@@ -169,8 +168,8 @@ class Quantizations:
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
-        """Name in the draft graph of a weight that verify calls ``name``: the same, or that of the
-        draft's copy."""
+        """Name in the draft graph of a weight that is called ``name`` in verify: the same name, or
+        that of the draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
         own = self.of(name, shape)
@@ -189,8 +188,8 @@ def is_linear(name: str) -> bool:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Names of the weights or biases that a packed one consists of; the name itself if it is not
-    packed."""
+    """Names of the weights or biases that a packed weight or bias consists of; the name itself if
+    it is not packed."""
     for packed, parts in PACKED.items():
         if packed in name:
             return tuple(name.replace(packed, part) for part in parts)

@@ -25,7 +25,7 @@ NO_HEAD = ExitConfig(layer=0, blocks=0)
 
 
 class Shapes:
-    """Operations on numbers of columns, which record the weights and caches in use.
+    """A table of operations on numbers of columns. It records the weights and caches in use.
 
     The operations fill these attributes.
 

@@ -12,21 +12,21 @@ if sys.platform != "win32":
     import fcntl
 
 _KEY = "0" * 16
-"""Replaces the random key of a writer: all processes use this one lock."""
+"""Takes the place of a writer's random key, so that all processes use the same lock."""
 
 
 @contextmanager
 def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
     """Hold the lock of a path while the block runs. Yields whether this process holds it.
 
-    The operating system frees the lock when a process ends, however it ends. The lock file lies
+    The operating system frees the lock when a process ends for any reason. The lock file lies
     beside ``target``. :mod:`eesd.common.files`, which defines its name, removes the leftovers of
-    killed processes. Without locks, as on Windows, processes do not wait.
+    killed processes. Where there are no locks, as on Windows, processes do not wait.
 
     Args:
         target: The file or directory that the process makes. Its parent exists.
-        waits: Called once before this process waits for another. With None it does not wait, and
-            may not get the lock.
+        waits: Called once before this process waits for another. With None, the process does not
+            wait, and may not get the lock.
     """
     path = Claim(target, _KEY).lock
     while True:
@@ -39,7 +39,8 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
                 waits()
                 waits = _nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # If not, the previous process deleted the file, and a third may have made another.
+            # If not, the previous process deleted the file, and a third process may have made a new
+            # one.
             if _is_named(file, path):
                 try:
                     yield True
@@ -52,7 +53,7 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
 
 
 def _nothing() -> None:
-    """Replaces ``waits`` after its only call."""
+    """Takes the place of ``waits`` after its only call."""
 
 
 def _is_named(file: int, path: Path) -> bool:

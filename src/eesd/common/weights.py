@@ -1,6 +1,5 @@
-"""The weights of a model, an exit head and a graph, and their storage in an engine directory.
-
-All code that writes, reads, links, splits or counts weights uses these rules. The module needs no
+"""The weights of a model, an exit head and a graph, and how an engine directory stores them. All
+code that writes, reads, links, splits or counts weights uses these rules. The module needs no
 torch.
 """
 
@@ -34,8 +33,8 @@ from eesd.common.shapes import NO_HEAD, Shapes, block_weights, graph_needs
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 DRAFT_VOCAB = "draft_vocab"
-"""Name in the exit head of the tokens of the draft vocabulary. Column i of its logits is for the
-token with the i-th id."""
+"""Name, in the exit head, of the draft vocabulary's token ids. Column i of the head's logits is for
+the token with the i-th id."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
@@ -47,7 +46,7 @@ FACTOR = ".factor"
 """Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
-"""The rotary tables of an EAGLE-3 head, which has other frequencies than the model."""
+"""The rotary tables of an EAGLE-3 head, whose frequencies differ from the model's."""
 DEEP = f"{EXIT_HEAD}deep"
 """Prefix of the weights that compute deep states."""
 
@@ -58,7 +57,7 @@ _SPLIT = {
     OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "state_proj"),
     INPUTS: ("o_proj", "down_proj", "deep_in_proj"),
 }
-"""Split layers, by side. A deep state is split like the keys and values of its cache."""
+"""Layers that ranks split, by side. A deep state is split like keys and values."""
 
 _IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
 """Prefix of a weight's name within its block."""
@@ -72,11 +71,11 @@ class StoredWeight:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the name in
             the exit head.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the weight, or of its scales unless the quantization names another.
-            It is the directory's, with these exceptions: float32 for rotary tables and wide norms,
+        dtype: Element type of the weight, or of its scales unless the quantization specifies
+            another. It is the directory's, except float32 for rotary tables and wide norms, and
             int64 for the draft vocabulary.
         transposed: Whether the weight is stored as [in, out], the layout of MatMul. The embedding
-            table is not.
+            table never is.
         quantization: None if the weight is stored in ``dtype``.
     """
 
@@ -111,7 +110,7 @@ class StoredWeight:
     @property
     def tensors(self) -> dict[str, int]:
         """Name and bytes of each stored tensor: the weight, and the scales, zero points, minimums
-        and factor of a quantized one."""
+        and factor of a quantized weight."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -133,8 +132,8 @@ class StoredWeight:
         return sum(self.tensors.values())
 
     def keeps_levels(self, ranks: int = 1) -> bool:
-        """Whether torch can keep the levels of the weight on a GPU, split over ``ranks``. It can
-        for linear layers, if no rank begins within a block."""
+        """Whether torch can keep the weight as levels on a GPU, split over ``ranks``: it can for
+        linear layers, if no rank begins within a block."""
         of = self.quantization
         if of is None or not self.transposed or not of.integers:
             return False
@@ -160,14 +159,15 @@ def stored_weight(
         shape: Shape in the checkpoint.
         dtype: Element type of the directory.
         quantization: Quantization of the directory's weights.
-        linked: Whether the weight stays in the checkpoint's file, and so in its layout.
+        linked: Whether the weight stays in the checkpoint's file, and so in the checkpoint's
+            layout.
         wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
     shape = tuple(shape)
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (
         wide_norms and name.endswith(("norm.weight", "norm.bias"))
     ):
-        # Rounded at each use.
+        # These weights are rounded at each use.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -177,16 +177,16 @@ def stored_weight(
 
 
 def packed_name(parts: Sequence[str]) -> str:
-    """Name of the packed form of weights or biases of a block. Raises KeyError if there is
-    none."""
+    """Name of the packed form of weights or biases of a block. Raises KeyError if there is no
+    packed form."""
     modules = tuple(f".{part.split('.')[-2]}." for part in parts)
     packed = {names: name for name, names in PACKED.items()}[modules]
     return parts[0].replace(modules[0], packed)
 
 
 def split_side(name: str) -> int | None:
-    """The side along which ranks split a layer's weight or bias; None if each rank has all of
-    it."""
+    """The side along which ranks split a layer's weight or bias; None if each rank has the whole
+    weight."""
     layer = parts_of(f".{name}")[0].split(".")[-2]
     return next((side for side, layers in _SPLIT.items() if layer in layers), None)
 
@@ -225,7 +225,7 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
             if not left.keys() >= set(names) or apart & set(names):
                 continue
             if not can_be_packed(names, shapes.__getitem__, quantization):
-                apart |= set(names)  # without the queries, keys and values are not packed either
+                apart |= set(names)  # without the queries, keys and values stay apart, too
                 continue
             parts = [left.pop(part) for part in names]
             left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
@@ -294,7 +294,7 @@ def graph_shapes(
         dtype: Element type of the directory.
         quantization: Quantization of the directory.
         packed: Whether layers that read the same input and are quantized alike are packed. Linked
-            weights are not.
+            weights are never packed.
     """
     needs = graph_needs(geometry, exit_config, None if draft else layers)
     shapes = dict(needs.weights)
@@ -320,10 +320,10 @@ def graph_name(
     dtype: str,
     quantization: Quantizations,
 ) -> str:
-    """Name in a graph of a parameter of the modules.
+    """The name that a module's parameter has in a graph.
 
     Args:
-        name: Name of the parameter, or of several packed ones.
+        name: Name of the parameter, or of several packed parameters.
         shape: Its shape.
         geometry: Geometry of the base model.
         draft: True for the draft graph.
@@ -354,8 +354,8 @@ def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
     it.
 
     Raises:
-        EESDError: The manifest gives levels to single tensors that the model lacks, or that do not
-            consist of whole blocks.
+        EESDError: A single tensor for which the manifest gives levels is not in the model, or does
+            not consist of whole blocks.
     """
     _check_tensors(manifest)
     geometry = manifest.geometry
