@@ -62,8 +62,8 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
-    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole "
-    "vocabulary.  [default: a quarter of a large vocabulary, 8192 to 16384]",
+    help="Let the head predict only this number of tokens, the most used in the text; 0 for the "
+    "whole vocabulary.  [default: a quarter of a large vocabulary, 8192 to 16384]",
 )
 @click.option(
     "--deep",
@@ -111,7 +111,7 @@ INTERVAL = click.IntRange(1, 10**9)
     "--self-prompt-start",
     default=STARTS,
     multiple=True,
-    help="Words that its prompts begin with, in turn; repeatable.",
+    help="Beginning of its prompts; repeatable, used in turn.",
 )
 @click.option(
     "--own-text",

@@ -58,7 +58,7 @@ class Writing:
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.limits) == len(self.temperatures):
             raise EESDError(
-                "Each prompt has a limit and a temperature of its own; give as many of each."
+                "Each prompt needs a limit and a temperature; give the same number of each."
             )
         if not all(map(len, self.prompts)):
             raise EESDError(

@@ -404,7 +404,9 @@ class Trainer:
             self.metrics.start(-1)
             return
         newest = checkpoints[-1]
-        remedy = f"delete {newest}, and the next run starts from the checkpoint before it, or anew"
+        remedy = (
+            f"delete {newest}; the next run starts from the previous checkpoint or from scratch"
+        )
         run = read_json_object(newest / "run.json", remedy)
         step = run.get("step")
         stored_options = run.get("options")

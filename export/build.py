@@ -48,7 +48,7 @@ FLOAT16 = (
     "--batch",
     type=click.IntRange(1, 64),
     default=1,
-    help="Most rows of a batch: sequences that decode in one call.",
+    help="Maximum number of rows of a batch: sequences that decode in one call.",
 )
 @click.option(
     "--prefill-chunk",
@@ -64,9 +64,9 @@ FLOAT16 = (
 @click.option(
     "--strip-weights",
     is_flag=True,
-    help="Leave weights out of the plans; loading takes those of DIRECTORY. Needs a GPU.",
+    help="Leave weights out of the plans; loading reads those of DIRECTORY. Needs a GPU.",
 )
-@click.option("--force", is_flag=True, help="Also rebuild what is up to date.")
+@click.option("--force", is_flag=True, help="Rebuild even if up to date.")
 @click.option(
     "--check",
     is_flag=True,

@@ -95,7 +95,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--max-tree-nodes",
     type=click.IntRange(1, MAX_TREE_NODES),
     default=DEFAULT_TREE_NODES,
-    help="Most drafted tokens of a round (M).",
+    help="Maximum number of drafted tokens in a round (M).",
 )
 @click.option(
     "--draft-top-k",

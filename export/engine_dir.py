@@ -237,7 +237,7 @@ def export(
     before = _any_manifest(output)
 
     def foreign(directory: Path) -> str:
-        return _foreign(directory) or "another run wrote it meanwhile" * (
+        return _foreign(directory) or "another run has just written it" * (
             _any_manifest(directory) != before
         )
 

@@ -172,8 +172,8 @@ def main(
         )
         if found.chains.differing:
             raise EESDError(
-                "Logits depend on how many tokens a call has, so drafting can change tokens "
-                "where two are as likely."
+                "Logits depend on the number of tokens in a call, so drafting can change tokens "
+                "if two are almost equally likely."
             )
 
 

@@ -220,9 +220,8 @@ def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
         f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of "
         f"{geometry.hidden_size}, "
         f"{weights / 1e6:,.0f} M weights",
-        f"will take {size / 1e9:.2f} GB of {free / 1e9:.0f} GB that the disk has, and in "
-        "memory as much, and "
-        f"{slots / 1e9:.2f} GB for a request that fills {manifest.max_seq_len} slots",
+        f"will take {size / 1e9:.2f} GB of the {free / 1e9:.0f} GB free on disk, and in memory the "
+        f"same and {slots / 1e9:.2f} GB for a request that fills {manifest.max_seq_len} slots",
     ]
 
 
@@ -296,8 +295,8 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
         largest := max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=0)
     ) >= size:
         notice(
-            f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts "
-            "with the others are refused."
+            f"The tokenizer has ids up to {largest}, but the model only ids below {size}; prompts "
+            "with other ids are refused."
         )
     rounds_again = bool({choices.quantize, choices.quantize_head} & set(QUANTIZED))
     if rounds_again and checkpoint.own_levels:
@@ -389,8 +388,8 @@ def choose_quantization(
     head = head or layers
     if whole and draft == "none":
         raise EESDError(
-            "--quantize-draft none leaves the draft as slow as the whole model that it is; "
-            "leave the option out, or give "
+            "--quantize-draft none makes the draft as slow as the whole model; leave the option "
+            "out, or give "
             "--exit-head none to draft from the text alone."
         )
     if draft is None and whole:

@@ -439,7 +439,7 @@ def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo
     """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if another
     process has changed it."""
     if load_manifest(directory) != manifest:
-        raise EESDError(f"{directory} was written again meanwhile; build its plans again.")
+        raise EESDError(f"{directory} was rewritten in the meantime; build its plans again.")
     manifest = replace(manifest, plans={**manifest.plans, graph.file: plan})
     with written_whole(directory / MANIFEST_FILE) as temporary:
         temporary.write_text(manifest.to_json())

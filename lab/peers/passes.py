@@ -255,8 +255,8 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
         *table(["setting", ""], settings.items()),
         "Medians of passes in turn. Ratio: relative to the first contestant, pass by pass, with "
         "its 95 % bootstrap interval. A pass gives the logits of all its rows. Its time includes "
-        "the call from Python. Share: bytes of weights, keys and values per time, as a share of the "
-        "bandwidth. The bandwidth is measured in turn with the passes, by the same number of "
+        "the call from Python. Share: bytes of weights, keys and values per time, as a share of "
+        "the bandwidth. The bandwidth is measured in turn with the passes, by the same number of "
         "threads reading memory. Several rows: time relative to one row.",
         "",
     ]

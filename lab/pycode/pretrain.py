@@ -268,7 +268,7 @@ def save(
     "--rotation",
     default=8,
     show_default=True,
-    help="With --early-exit: of so many layers one has a loss in a step.",
+    help="With --early-exit: one of this number of layers has a loss in a step.",
 )
 @click.option("--seed", default=0, show_default=True)
 def main(

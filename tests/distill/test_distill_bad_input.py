@@ -219,8 +219,8 @@ def test_an_initial_head_of_another_shape_is_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompts": [[5]]}, "as many of each"),
-        ({"temperatures": [0.0]}, "as many of each"),
+        ({"prompts": [[5]]}, "same number of each"),
+        ({"temperatures": [0.0]}, "same number of each"),
         ({"prompts": [[5], []]}, "no tokens"),
         ({"temperatures": [0.0, -1.0]}, "0 or above"),
         ({"rows": 0}, "at least 1"),

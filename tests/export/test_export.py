@@ -288,7 +288,7 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
     assert [line.split(":")[0] for line in after[1:-1]] == ["draft", "verify", "verify"] and after[
         -1
     ].startswith("exported in")
-    assert "Qwen2ForCausalLM, 3 layers of 64" in before[0] and "that the disk has" in before[1]
+    assert "Qwen2ForCausalLM, 3 layers of 64" in before[0] and "free on disk" in before[1]
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
     ids = ("input_ids", "position_ids", "write_indices", "logit_rows")

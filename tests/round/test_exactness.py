@@ -398,7 +398,7 @@ def test_eesd_inspect_compares_bits(exported: Export, monkeypatch: pytest.Monkey
     monkeypatch.setattr("eesd.export.inspect.open_engines", lambda *_, **__: broken)
     result = run(inspect_main, exported("int4"), "--exact", "--json")
     assert result.exit_code == 2 and "logits differ at" in result.stderr
-    assert_one_line(result.stderr.splitlines()[-1] + "\n", "depend on how many tokens")
+    assert_one_line(result.stderr.splitlines()[-1] + "\n", "depend on the number of tokens")
 
 
 def test_eesd_doctor_checks_a_directory(exported: Export) -> None:
