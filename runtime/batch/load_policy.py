@@ -1,4 +1,4 @@
-"""The policy of a batch: rows draft as far as it pays for the whole batch."""
+"""The policy of a batch: rows draft as far as this pays for the whole batch."""
 
 import time
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ from eesd.runtime.decoding.sequence import TokenSequence
 from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256
-"""Slots of the rows with which calls are timed."""
+"""Number of slots of each row when calls are timed."""
 PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
 """Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or
-more. With n < FEW_ROWS rows they take FEW_ROWS / n times as much: so few rows leave the processor
-half idle, and new rows share their calls."""
+more. With n < FEW_ROWS rows they take up to FEW_ROWS / n times as much, because a few rows leave
+the processor half idle, and new rows will share their calls."""
 LEAST_PART = 0.05
-"""Minimum share of a call's time that a piece of a prompt takes."""
+"""Minimum share of a call's time that is attributed to a piece of a prompt."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Sizes of pieces of prompts that share a call with rows, besides that of the batch's options."""
+"""Sizes of pieces of prompts that share a call with rows, besides the size in the batch's
+options."""
 
 
 class LoadPolicy(Policy):
-    """Lets a :class:`~eesd.controllers.load_rule.LoadRule` decide, by the load."""
+    """Drafts as far as a :class:`~eesd.controllers.load_rule.LoadRule` decides from the load."""
 
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
         self._rule = rule
@@ -39,7 +40,8 @@ class LoadPolicy(Policy):
         self._prompts = BatchCosts()
         """Seconds that pieces of prompts add to a round."""
         self.waiting = 0
-        """Requests without a first token, whose prompts have a place in the batch."""
+        """Number of requests whose prompts are not complete, at most the rows that do not decode.
+        Set by the scheduler before each round."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
         """Time calls over empty caches for about ``seconds`` seconds, to give the rule its first
@@ -68,13 +70,13 @@ class LoadPolicy(Policy):
         for kv_cache in kv_caches:
             kv_cache.reset()
         plain = self._rule.verify.seconds(1, 1, slots)
-        for tokens in PIECES[::2]:  # a guess, by nodes, until pieces are measured
+        for tokens in PIECES[::2]:  # a guess from the cost of nodes, until pieces are measured
             seconds = self._rule.verify.seconds(1, 1 + tokens, slots)
             self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
     def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
         """Number of tokens of a prompt, from ``slot`` on, that may share the next round of
-        ``sequences``: at most ``most``, so that many rows wait less than twice as long."""
+        ``sequences``: at most ``most``, and so few that many rows wait less than twice as long."""
         round_time = self._rule.round_seconds(len(sequences), self._slots(sequences))
         time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sequences), 1)
         counts = np.array([*[count for count in PIECES if count < most], most])
@@ -92,7 +94,7 @@ class LoadPolicy(Policy):
         return [self._drafting(sequence) for sequence in sequences]
 
     def _drafting(self, sequence: TokenSequence) -> Drafting:
-        """The drafters of a row of several."""
+        """The drafters of a row among several."""
         own = sequence.drafting
         if own.fixed or (own.drafter is None and own.text is None):
             return own
@@ -162,7 +164,7 @@ def _measure(
     for again in range(3):
         started = time.perf_counter()
         engine.forward(calls)
-        if again:  # the first call prepares the others
+        if again:  # the first call only prepares the later ones
             work = engine.work(calls)
             costs.add(work.rows, work.nodes, work.slots, time.perf_counter() - started)
 
@@ -175,7 +177,7 @@ def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -
 
 
 def _root_call(sequence: TokenSequence) -> Call:
-    """The call of a row that drafts nothing."""
+    """The verify call of a row that has drafted nothing."""
     slot = len(sequence.tokens) - 1
     return Call(sequence.kv_cache, sequence.tokens[-1:], (slot,), slot)
 
@@ -187,7 +189,7 @@ def _path_chances(current: Round) -> Sequence[float]:
     if not current.tree.steps:
         return current.proposal.path_chances[: len(current.tree.nodes) - 1]
     if current.drafting.fixed:
-        return [1.0] * current.tree.steps  # they are verified in any case
+        return [1.0] * current.tree.steps  # all its levels are verified
     return _controller(current).path_chances
 
 

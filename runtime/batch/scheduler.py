@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces,
+"""Continuous batching: requests join and leave between rounds, and prompts are prefilled in pieces
 alongside rows that decode."""
 
 import logging
@@ -21,13 +21,14 @@ from eesd.runtime.request import ConstraintError, Generation, Update
 from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
-"""Time spent on timing calls at the start."""
+"""Time that is spent at the start on timing calls."""
 IN_TURN = 4
-"""Prompts that are prefilled in turn, so that a long one does not keep later ones waiting."""
+"""Number of prompts that are prefilled in turn, so that later prompts need not wait for a long
+one."""
 SHORT = 64
-"""Maximum number of tokens of a prompt that may go before prompts in turn."""
+"""Maximum length in tokens of a prompt that may be prefilled ahead of those in turn."""
 PASSING = 0.05
-"""Tokens of such short prompts, as a share of the other prompts' tokens."""
+"""Maximum tokens of such short prompts, as a share of the tokens of the prompts in turn."""
 HEADROOM = 64
 """Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
@@ -40,17 +41,18 @@ class BatchOptions:
     """Limits of a batch.
 
     Attributes:
-        max_rows: Requests that run at the same time.
-        max_queue: Requests that wait; further requests are refused.
+        max_rows: Maximum number of requests that run at the same time.
+        max_queue: Maximum number of requests that wait; further requests are refused.
         prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
-            rows decode. With many rows it may be fewer, so that no row waits twice as long.
-        kv_memory: Bytes of keys and values of all running requests together. Growing texts may
-            need more: the youngest request then pauses, and its keys and values are computed again
-            when there is room.
+            rows decode. With many rows there may be fewer, so that no row waits twice as long.
+        kv_memory: Bytes for the keys and values of all running requests together. If growing texts
+            need more, the youngest request pauses, and its keys and values are computed again when
+            there is room.
         prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
-            They change the time until a request begins, from which one user may infer the prompts
-            of another: give 0 where that matters.
-        levels: Number of levels that each round drafts. None: the number that pays, given the load.
+            They shorten the time to a request's first token, from which a user may infer the
+            prompts of others. Use 0 if that matters.
+        levels: Number of levels that each round drafts; None for the number that pays under the
+            load.
 
     Raises:
         EESDError: A value is out of range.
@@ -79,20 +81,20 @@ class Scheduler:
 
     Attributes:
         rule: Decides how far a batch drafts. It learns from each round.
-        alone: Drafting of the last round's row, if it ran alone; None if ``rule`` decided. Set by
+        alone: Drafting of the last round's row if it ran alone; None if ``rule`` decided. Set by
             each round.
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
         pauses: Number of times that a request lost its keys and values to others.
         round_tokens: Rounds by their prompt tokens and new tokens.
-        drafted: Levels that the last round verified.
-        request_seconds: Time that requests took lately, from getting a row to their end.
+        drafted: Number of drafted levels that the last round verified.
+        request_seconds: Time that recent requests took, from getting a row to their end.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
-        """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each
-        other's logits here."""
+        """Raises :class:`EESDError` if the backend cannot run several rows, or if rows change each
+        other's logits on this machine."""
         self._llm = llm
         self._options = options
         self._engine = llm.engines.verify
@@ -106,9 +108,9 @@ class Scheduler:
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
         self._prefilling: list[Session] = []
-        """The first sessions take turns, the others wait in the order of arrival."""
+        """The first ``IN_TURN`` sessions take turns; the others wait in the order of arrival."""
         self._may_pass = float(SHORT)
-        """Tokens of short prompts that may go before others."""
+        """Number of tokens of short prompts that may be prefilled ahead of others."""
         self._kv_caches = llm.engines.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()
@@ -223,7 +225,7 @@ class Scheduler:
         most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            # When this text ends, and all texts with less to come have ended.
+            # The moment when this text ends: all texts with more to come still run.
             most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
@@ -245,8 +247,8 @@ class Scheduler:
                 self._end(row, "cancelled" if row.generation.cancelled else "deadline")
 
     def _begin_some(self) -> None:
-        """Let paused requests go on, and others begin, in their order, while there is a row and
-        memory for them."""
+        """Resume paused requests and begin waiting requests, in their order, while there is a row
+        and memory for them."""
         while len(self._rows()) < self._options.max_rows:
             if self._paused:
                 row = self._paused[0]
@@ -266,7 +268,7 @@ class Scheduler:
             kv_cache = self._free.pop()
             try:
                 row = self._llm.begin(generation, kv_cache)
-            except Exception as error:  # whatever it is, it concerns this request alone
+            except Exception as error:  # any error concerns only this request
                 LOGGER.exception("A request could not begin.")
                 self._give_back(kv_cache)
                 generation.tell(Update(finish_reason="error", error=_sentence(error)))
@@ -275,7 +277,7 @@ class Scheduler:
             self._go_on(row)  # some prompts have nothing left to prefill
 
     def _pause_some(self) -> None:
-        """Take the caches of the youngest requests, until the others have room for a round."""
+        """Take the caches of the youngest requests until the others have room for a round."""
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
             row = max(rows, key=lambda row: row.began)
             row.keep_prefix(self.prefixes)
@@ -290,14 +292,14 @@ class Scheduler:
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> dict[Session, PromptPiece]:
-        """Pieces of the next prompts, for one call: one piece, and further pieces if they are
-        whole prompts or fill half of the call."""
+        """Pieces of the next prompts, for one call: one piece, and then each further piece that is
+        the rest of its prompt or fills half of the call."""
         pieces: dict[Session, PromptPiece] = {}
         order = self._order()
         most = self._prompt_tokens(order)
         left = most
         for row in order:
-            if not row.stats.prefill_seconds:  # another prompt may have brought its beginning
+            if not row.stats.prefill_seconds:  # another request may have computed its beginning
                 row.take_prefix(self.prefixes)
             unfilled = row.unfilled
             if not unfilled:
@@ -309,7 +311,7 @@ class Scheduler:
             try:
                 pieces_left = max(-(-unfilled // left), 1)  # the fewest possible, of equal size
                 call = row.next_piece(-(-unfilled // pieces_left))
-            except Exception as error:  # whatever it is, it concerns this request alone
+            except Exception as error:  # any error concerns only this request
                 self._end(row, "error", error)
                 continue
             assert call is not None
@@ -318,8 +320,8 @@ class Scheduler:
         return pieces
 
     def _order(self) -> list[Session]:
-        """The prompts in the order of prefill: those in turn, short prompts first. Short prompts
-        that wait go before them, as long as they delay the others little."""
+        """The prompts in the order of prefill: waiting short prompts, as long as they delay the
+        others only a little; then the prompts in turn, short ones first."""
         order = sorted(self._prefilling[:IN_TURN], key=lambda row: row.unfilled > SHORT)
         passing = []
         left = self._may_pass
@@ -330,8 +332,8 @@ class Scheduler:
         return [*passing, *order]
 
     def _prefilled(self, pieces: dict[Session, PromptPiece]) -> None:
-        """Record a call's progress on prompts: count the prompts that passed others, and let the
-        next prompts take their turn."""
+        """Record a call's progress on prompts: count the tokens of prompts that went ahead, and let
+        the next prompts take their turn."""
         in_turn = self._prefilling[:IN_TURN]
         for row, piece in pieces.items():
             tokens = len(piece.call.tokens)
@@ -348,7 +350,7 @@ class Scheduler:
         self._may_pass = min(self._may_pass, SHORT)
 
     def _prompt_tokens(self, order: Sequence[Session]) -> int:
-        """Tokens of prompts that the next call takes."""
+        """Maximum number of prompt tokens in the next call."""
         if not (self._active and order):
             return self._engine.prefill_chunk
         first = order[0]
@@ -357,7 +359,7 @@ class Scheduler:
         return self._policy.prompt_tokens(self._active, behind, most)
 
     def _go_on(self, row: Session) -> None:
-        """Let a row decode if its prompt is complete, or else wait for its next turn."""
+        """Let a row decode if its prompt is complete; if not, let it wait for its turn."""
         if row.unfilled:
             self._prefilling.append(row)
         else:
@@ -365,8 +367,8 @@ class Scheduler:
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
-        """One row drafts as it does without a batch. Several rows, or a row that ``shared`` its
-        call with a prompt, use the load policy."""
+        """The policy of the next round. One row drafts as it does without a batch; several rows, or
+        a row that has ``shared`` its call with a prompt, use the load policy."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
             self.alone = None
             return self._policy
@@ -378,7 +380,7 @@ class Scheduler:
 
     def _round(self, pieces: dict[Session, PromptPiece]) -> None:
         """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end,
-        and the prompts try again; without rows that decode, the prompts' requests end."""
+        and the prompts are tried again; if no rows decode, the prompts' requests end."""
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))
@@ -407,7 +409,7 @@ class Scheduler:
                 raise current.error
             assert current.result is not None
             update = row.update(current.result)
-        except Exception as error:  # whatever it is, it concerns this request alone
+        except Exception as error:  # any error concerns only this request
             self._fail(row, error)
             return
         if update.finish_reason is not None:
@@ -440,14 +442,14 @@ class Scheduler:
             self._give_back(kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
-        """Let another request use a cache: the first caches are taken first."""
+        """Let another request use a cache. Caches are taken in a fixed order."""
         kv_cache.reset()
         self._free.append(kv_cache)
         self._free.sort(key=self._kv_caches.index, reverse=True)
 
     def _check_memory(self) -> None:
-        """Raise :class:`EESDError` if no text fits the memory, or caches that are allocated whole
-        take more than requests may."""
+        """Raise :class:`EESDError` if no text fits the memory, or if caches that are allocated as a
+        whole take more than ``kv_memory``."""
         taken = sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches)
         given = self._options.kv_memory
         if taken > given:
@@ -467,7 +469,7 @@ class Scheduler:
 
 
 def _sentence(error: Exception) -> str:
-    """The message for the user. Only errors of this project are written for users."""
+    """The message for the user. Only messages of this project's errors are written for users."""
     if isinstance(error, EESDError):
         return str(error)
     return "The request failed inside the server; its log says why."

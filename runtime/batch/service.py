@@ -24,10 +24,11 @@ class ClosedError(EESDError):
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a service now.
+    """The current load of a service.
 
     Attributes:
-        queued, prefilling, running: Number of requests that wait, prefill their prompt, and decode.
+        queued, prefilling, running: Number of requests that wait, whose prompt is prefilled, and
+            that decode.
         kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
         prefix_queries, prefix_hits: Tokens of all prompts, and tokens whose keys and values were
@@ -50,8 +51,8 @@ class Load:
 
 
 class Service:
-    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it
-    gets alone. On a GPU without ``exact`` that holds up to rounding, which depends on the other
+    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together. Each gets the tokens that it
+    would get alone; on a GPU without ``exact``, up to rounding, which depends on the other
     requests.
 
     Other calls of the LLM wait for the service's rounds.
@@ -73,7 +74,8 @@ class Service:
         self._changed = threading.Condition()
         self._closing = self._stopping = False
         self._kv_used = 0.0
-        """Value after the last step: other threads must not read the rows."""
+        """The value of :attr:`Scheduler.kv_used` after the last step, because other threads must
+        not read the rows."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
@@ -125,8 +127,8 @@ class Service:
         return self.options.max_rows + self.options.max_queue
 
     def generate(self, request: Request) -> Completion:
-        """Submit a request, and wait for the completion. Raises :class:`EESDError` also if the
-        request fails later."""
+        """Submit a request, and wait for its completion. Raises as :meth:`submit` does, and
+        :class:`EESDError` if the request fails later."""
         told = SimpleQueue[Update]()
         self.submit(request, told.put)
         updates = [told.get()]
@@ -137,8 +139,8 @@ class Service:
         return completion_of(updates, request)
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, let running requests go on for ``drain_seconds``, then cancel
-        them. May be called more than once."""
+        """Stop taking requests, let running requests go on for ``drain_seconds``, then cancel them.
+        May be called more than once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -177,8 +179,8 @@ class Service:
 
     @property
     def deciding(self) -> Drafting | LoadRule:
-        """The rules that decided how far the last round drafted: those of a request that ran alone,
-        or the rule of the batch."""
+        """The rules that decided how far the last round drafted: those of the request if it ran
+        alone, or the rule of the batch."""
         return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:

@@ -1,1 +1,1 @@
-"""Decoding: a round of draft, verify, accept and commit, and its parts."""
+"""Decoding: a round (draft, verify, accept, commit) and its parts."""

@@ -1,10 +1,10 @@
 """Noise on a GPU: the best scores of each row after Gumbel noise, in one kernel in Triton.
 
-The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: Philox4x64-10 counts the
-token's group of four and the position. It exists in registers only. A program finds the best scores
-of a part of a row; torch merges the results of all parts.
+The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: the counter of
+Philox4x64-10 is the position and the token's group of four. The noise exists in registers only.
+Each program finds the best scores of a part of a row; torch merges the results of all parts.
 
-It needs Triton, so it is imported only where that works.
+The module needs Triton, so it is imported only where Triton works.
 """
 
 import torch
@@ -20,7 +20,7 @@ WIDE = 2048
 def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     scores, positions, tokens, values, columns, seed, size, COUNT: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """A part of a row of :func:`noisy_best`."""
+    """Compute :func:`noisy_best` for a part of a row."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     place = tl.arange(0, WIDTH)
@@ -45,7 +45,7 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     for rank in tl.static_range(COUNT):
         value, best = tl.max(noisy, 0, return_indices=True)
         tl.store(values + found + rank, value)
-        # NaN may find a place beyond the row.
+        # With NaN, the place found may be beyond the row.
         tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))
         noisy = tl.where(place == best, -float("inf"), noisy)
 

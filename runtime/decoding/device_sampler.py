@@ -1,17 +1,17 @@
-"""Choosing tokens on the logits' device, with the same results as
+"""Choose tokens on the logits' device, with the same results as
 :mod:`~eesd.runtime.decoding.samplers`.
 
-Only numbers of the candidates go to the host. The host's samplers are the definition, and the
-tokens are the same:
+Only a few numbers for each candidate go to the host. The host's samplers are the definition, and
+the tokens are the same:
 
 * The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are
   single IEEE operations, comparisons and moves, so both sides have the same bits.
 * The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs
   Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without it the host chooses.
 * Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a
-  token that can win. So where :data:`NEAR` or less decides (between the best two noisy scores, at
-  the edge of a filter), or something is not finite, the choice is marked as uncertain, and the host
-  makes it from the logits.
+  token that can win. So a choice that depends on a difference of :data:`NEAR` or less (between the
+  best two noisy scores, or at the edge of a filter), or on a number that is not finite, is marked
+  as uncertain, and the host makes it from the logits.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,7 @@ from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
 from eesd.runtime.engines.base import Choose
 
 NEAR = 1e-9
-"""Far above what rounding changes. A token's choice is that close once in about a billion
-tokens."""
+"""Far more than rounding changes. A choice is this close about once in a billion tokens."""
 
 
 class DeviceSampler:
@@ -45,14 +44,16 @@ class DeviceSampler:
         """The function to run on logits.
 
         Args:
-            tokens: Everything committed.
+            tokens: All committed tokens.
             paths: For each row of logits, the path of drafted tokens that it follows.
-            count: Proposals for each row, from the draft's logits. 0: the verifier's token.
+            count: Number of proposals for each row of the draft's logits. 0 for the verifier's
+                logits, from which the verifier's token is chosen.
 
         Returns:
-            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1]
-            (columns, best first, their log-probabilities, and these with noise), else [n, 2]
-            (token, and 1 if it is certainly the host's). None where the device makes no noise.
+            A function from logits [n, V] float32 to float64. For the draft, its result is [n, 3,
+            count + 1]: columns, best first, their log-probabilities, and these with noise. For the
+            verifier it is [n, 2]: the token, and 1 if the host would certainly choose it. The
+            function returns None if the device cannot make the noise.
         """
 
         def choose(logits: Tensor) -> Tensor | None:
@@ -68,8 +69,8 @@ class DeviceSampler:
     def _penalized(
         self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool
     ) -> Tensor:
-        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path;
-        ``drafts``: those of the draft."""
+        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path.
+        ``drafts``: whether they are the draft's logits."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits
@@ -83,7 +84,8 @@ class DeviceSampler:
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     def _noisiest(self, logits: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """The choices of :meth:`chooser`, with noise for the tokens at ``positions``."""
+        """The choices of the function that :meth:`chooser` returns, with noise for the tokens at
+        ``positions``."""
         from eesd.runtime.decoding.device_noise import noisy_best
 
         device = logits.device
@@ -113,7 +115,7 @@ class DeviceSampler:
 
 @cache
 def makes_noise(device: torch.device) -> bool:
-    """Whether a device makes the same noise as the host. Tested by a trial, as in
+    """Whether a device makes the same noise as the host. Found out by a trial, as in
     :func:`~.torch_quantized.fault_of_kernel`."""
     size = 9
     seed = 2**62 + 3
@@ -136,17 +138,17 @@ def makes_noise(device: torch.device) -> bool:
 
 
 class _Seen:
-    """Which tokens a request has seen, as a mask over the columns of one engine's logits."""
+    """The tokens that a request has seen, as a mask over the columns of one engine's logits."""
 
     def __init__(self, columns: DraftColumns, size: int, device: torch.device) -> None:
         self._columns = columns
         self._size = size
         self._committed = torch.zeros(size + 1, dtype=torch.bool, device=device)
-        """The last column stands for no token: it fills short paths."""
+        """The last column represents no token: it pads short paths."""
         self._marked = 0
 
     def mask(self, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
-        """[n, V]: the tokens committed, and those of each row's path."""
+        """Mask [n, V] of the committed tokens and those of each row's path."""
         device = self._committed.device
         if self._marked < len(tokens):
             self._committed.index_fill_(
@@ -163,19 +165,19 @@ class _Seen:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A number as a tensor. To divide by a plain number, a GPU multiplies by the reciprocal, which
-    rounds differently."""
+    """A number as a tensor. If the divisor is a plain number, a GPU multiplies by its reciprocal,
+    which rounds differently."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def to_device(values: object, device: torch.device, dtype: type = np.int64) -> Tensor:
-    """Numbers, copied without waiting."""
+    """Copy numbers to a device, without waiting for the copy."""
     tensor = torch.from_numpy(np.array(values, dtype))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The choices of :meth:`DeviceSampler.chooser`, without noise."""
+    """The choices of the function that :meth:`DeviceSampler.chooser` returns, without noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
         # One more candidate, for the last margin.
@@ -190,13 +192,13 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
     """Apply top-k, top-p and min-p.
 
     Args:
-        scores: [n, V] float64, the largest of each row 0.
+        scores: Scores [n, V] in float64. The largest score of each row is 0.
         sampling: The options.
 
     Returns:
-        The scores, -inf where a filter removes a token for certain; which tokens are kept for
-        certain [n, V], None: all that are left; and for which rows these two are certain [n], None:
-        for all.
+        The scores, -inf where a filter certainly removes a token; a mask [n, V] of the tokens that
+        are certainly kept, None if all that are left are kept; and a mask [n] of the rows for which
+        the first two are certain, None if they are for all rows.
     """
     sure = clear = None
     if 0 < sampling.top_k < scores.shape[-1]:

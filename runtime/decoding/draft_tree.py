@@ -14,8 +14,8 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import Price
 
 CANDIDATES = 4
-"""Children proposed for a node when a budget chooses among them. For the bundled model, the greedy
-token is the first candidate in 82 % of cases, and among the first four in 94 %."""
+"""Number of children proposed for a node if a budget chooses among them. For the bundled model, the
+greedy token is the first candidate in 82 % of cases, and among the first four in 94 %."""
 
 
 class Proposal(NamedTuple):
@@ -24,12 +24,12 @@ class Proposal(NamedTuple):
     Attributes:
         token: Its id.
         logprob: Its log-probability under the draft.
-        score: Paths are ranked by its sum: the log-probability, or with coupled sampling the
-            distance of the noisy score from the best one's. A child near the best is likely the
-            verifier's token, however improbable it was before the noise.
+        score: Paths are ranked by the sum of scores. A score is the log-probability or, with
+            coupled sampling, the noisy score minus the best noisy score. A child near the best is
+            likely the verifier's token, however improbable it was before the noise.
         margin: Score (with noise, if there is any) minus the score of the best other token;
             infinite if there is no other. It predicts better than any other output of the draft
-            whether the verifier will agree.
+            whether the verifier will choose the token.
     """
 
     token: int
@@ -44,18 +44,19 @@ class Node:
 
     Attributes:
         token: Its id.
-        parent: None for the root.
+        parent: The node before it; None for the root.
         depth: Tokens after the root, up to and including this node.
         logprob: Log-probability of its path under the draft.
         rank: Rank of its path: the sum of scores or, with a budget, the chance that the path is
             accepted.
-        margin: Its proposal's margin.
-        index: Its slot, counted from the root's: in the order of expansion while drafting, and in
-            the verify pass after :meth:`DraftTree.prune`. -1: it is not in the pass.
+        margin: Margin of its proposal.
+        index: Its slot, counted from the root's. While drafting, slots are in the order of
+            expansion; :meth:`DraftTree.prune` sets those of the verify pass. -1 if it is not in the
+            pass.
         expanded: Whether the draft continues from it.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
-        source: Name of the drafter that proposed it first.
+        source: Name of the first drafter that proposed it.
     """
 
     token: int
@@ -90,7 +91,7 @@ class Share(NamedTuple):
 
     Attributes:
         levels: Maximum number of levels of a draft without a budget.
-        price: For a budget: the prices of the draft's first nodes.
+        price: For a budget: maps numbers of the draft's nodes to their prices.
     """
 
     levels: int
@@ -111,7 +112,7 @@ class DraftTree:
         nodes: The root and the expanded nodes, in the order of their slots.
         frontier: The last level of ``nodes``, best path first: the input of the next draft step.
         steps: Levels drafted.
-        branching: Children to propose for each node.
+        branching: Number of children to propose for each node.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class DraftTree:
 
         Args:
             root_token: The last committed token.
-            max_nodes: Maximum number of nodes of the verify pass, the root not counted.
+            max_nodes: Maximum number of nodes of the verify pass, not counting the root.
             width: Nodes of a level; 1: a chain.
             budget: Chooses the nodes to verify; None verifies all of them.
             in_place: Whether a budget chooses among the nodes of the best path only, because no
@@ -156,7 +157,7 @@ class DraftTree:
         expanded.
 
         Returns:
-            The step, for the controller; None if nothing was proposed.
+            The step to show to the controller; None if nothing was proposed.
         """
         self.steps += 1
         for parent, children in zip(self.frontier, proposals, strict=True):
@@ -215,8 +216,8 @@ class DraftTree:
     ) -> None:
         """Add a path of another drafter to a budget's candidates. Call it when drafting is done.
 
-        The tree must have a budget: without one, a sampled child can have no siblings (rejection
-        sampling).
+        The tree must have a budget: in a tree without a budget, rejection sampling allows a sampled
+        child no siblings.
 
         Args:
             node: The node before the path.
@@ -226,7 +227,7 @@ class DraftTree:
         """
         for token, chance in zip(tokens, chances, strict=True):
             if not node.rank:
-                return  # a chance may be too small for a number
+                return  # the chance is too small for a float
             drafted = node.candidates
             found = next((i for i, child in enumerate(drafted) if child.token == token), None)
             mixed, own = (
@@ -247,9 +248,9 @@ class DraftTree:
     def prune(self, share: Share | None = None) -> list[Node]:
         """Choose the nodes to verify. Call it once, when drafting is done.
 
-        A budget chooses the most likely candidates, and their number. They form a tree because no
-        path is likelier than its beginning. The best path comes first, so its nodes have the slots
-        of a chain.
+        A budget chooses the number of nodes, and the most likely candidates. They form a tree
+        because no path is likelier than its beginning. The best path comes first, so its nodes have
+        the slots of a chain.
 
         Args:
             share: The row's part of a batch's pass; None for a sequence alone.
@@ -286,8 +287,8 @@ class DraftTree:
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """A label for each node with candidates, for the budget, after the verifier chose
-        ``tokens`` after the root. Empty without a budget."""
+        """Labels for the budget: one for each node with candidates that the verifier's ``tokens``
+        after the root reach. Empty without a budget."""
         node = self.root
         labels: list[SiblingLabel] = []
         if self._budget is None:
@@ -305,7 +306,7 @@ class DraftTree:
 
 
 def _best_first(node: Node) -> tuple[float, int]:
-    """Parents come before their children, also where both are equally likely."""
+    """Sort key: the likeliest node first, and a parent before an equally likely child."""
     return -node.rank, node.depth
 
 
@@ -344,8 +345,8 @@ def is_chain(nodes: Sequence[Node]) -> bool:
 
 
 def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
-    """The nodes that each node from ``first`` on sees, its ancestors and itself, [len - first,
-    len]."""
+    """Mask [len - first, len] of the nodes that each node from ``first`` on sees: its ancestors and
+    itself."""
     seen = np.eye(len(nodes), dtype=np.bool_)
     for node in nodes[1:]:
         assert node.parent is not None and 0 <= node.parent.index < node.index

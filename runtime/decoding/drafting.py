@@ -1,7 +1,7 @@
-"""Drafters: the choices of users, how they are made, and the drafters of a sequence.
+"""Drafters: the user's choice, the functions that make them, and the drafters of a sequence.
 
-A further drafter is a function that adds itself to a :class:`Drafting`, and a line in
-:data:`DRAFTERS`. Rounds, trees, statistics and the guard's accounts refer to it by its name.
+To add a drafter, write a function that adds it to a :class:`Drafting`, and a line in
+:data:`DRAFTERS`. Rounds, trees, statistics and the guard's accounts refer to drafters by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Drafter:
         tree_width: Nodes of a level; 1: a chain.
         budget: Chooses the nodes to verify; None verifies all nodes.
         columns: Tokens of the columns of the draft's logits.
-        name: Names it in statistics, reports and the guard's accounts.
+        name: Its name in statistics, reports and the guard's accounts.
     """
 
     engine: Engine
@@ -46,11 +46,11 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafters of a sequence, and the rules that they share. Without a drafter it decodes
-    plainly.
+    """The drafters of a sequence, and the rules that they share. A sequence without a drafter
+    decodes plainly.
 
     Attributes:
-        drafter: Drafts with an engine.
+        drafter: The drafter that runs an engine; None if there is none.
         text: Decides how many tokens that the text proposes are verified. None: the text does not
             draft.
         guard: Pauses a drafter that loses time. None: no drafter is paused.
@@ -74,7 +74,8 @@ class Drafting:
 
     @cached_property
     def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule | Guard]:
-        """All that learn from committed rounds. The value comes first: the rules read it."""
+        """The objects that learn from committed rounds. The value comes first because the rules
+        read it."""
         return [one for one in (self.value, *self.rules, self.guard) if one is not None]
 
     def begin_request(self) -> None:
@@ -168,7 +169,7 @@ def add_exit_head(
 
 
 def add_text(drafting: Drafting, *_: object) -> Drafting:
-    """Draft from the text, where it repeats."""
+    """Draft from the text where it repeats itself."""
     return replace(drafting, text=TextRule(drafting.value))
 
 

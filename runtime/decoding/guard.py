@@ -1,5 +1,5 @@
-"""Never slower than plain decoding: the guard estimates the gain of each drafter, and pauses one
-that loses time."""
+"""The guard keeps decoding from being slower than without drafts: it estimates each drafter's gain,
+and pauses a drafter that loses time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,30 +15,33 @@ class Terms:
 
     ``stake`` and ``allowance`` are the promise: a drafter that does not pay loses about one step at
     first, and then half a percent of the time. The other terms keep errors of measurement from
-    breaking it. ``eesd-bench starts`` simulates processes on disturbed machines: with these values
-    a drafter that pays is never locked out, and another one soon stops (decision 0086).
+    breaking it. ``eesd-bench starts`` simulates processes on disturbed machines: with these values,
+    a drafter that pays is never locked out, and one that does not soon stops (decision 0086).
 
     Attributes:
         stake: Balance of a new account.
         allowance: Added to every account for each committed token.
-        most: Largest balance, so that earlier gains pay for one bad text at most.
-        margin: Gain that a drafting round must exceed: errors of measurement reach it.
-        doubt: Rounds without luck that are added to the observed rounds when luck is averaged: a
-            few rejections prove nothing.
+        most: Largest balance: earlier gains can pay for at most one bad text.
+        margin: Gain that a drafting round must exceed, because errors of measurement can be as
+            large.
+        doubt: Number of rounds without luck that are added to the observed rounds when luck is
+            averaged, because a few rejections prove nothing.
         memory: Rounds, or tokens of a pause, over which an account forgets.
-        trial: Rounds before a drafter's first pause, and rounds that a balance must pay for to end
-            a pause. A first call may take ten times as long as later ones: without a trial, a
-            process whose first draft was paused drafted nothing for 250 tokens.
-        switch: Cost of a switch from drafting to plain decoding: the draft takes the processor's
-            caches from the next plain round.
-        near: Plain rounds of a probe, and drafting rounds on either side of it that are compared
-            with it: near in time, so under the same load.
+        trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
+            balance must be able to pay for to end a pause. A first call may take ten times as long
+            as later ones: without a trial, a process that paused after its first draft drafted
+            nothing for 250 tokens.
+        switch: Cost of a switch from drafting to plain decoding, whose first round finds the
+            processor's caches filled by the draft.
+        near: Number of plain rounds in a probe, and of drafting rounds on either side that are
+            compared with it. They are near in time, so they run under the same load.
         first_interval: Drafting rounds before the second probe; the interval doubles each time.
         longest_interval: Largest interval.
-        sure: Expected tokens, besides the bonus token, with which a drafter may draft in a pause.
-            The text's tokens are judged in a pause, too, so its expectation is up to date; without
-            this rule a stall that overdrew the account would stop the copying of repeated text.
-        slower: Change of pace, as a factor, after which plain decoding is measured at once.
+        sure: Expected tokens, besides the bonus token, from which a drafter may draft even in a
+            pause. The text's tokens are judged in a pause, too, so their expectation is up to date.
+            Without this rule, a stall that overdrew the account would stop the copying of repeated
+            text.
+        slower: Factor by which the pace must change for plain decoding to be measured at once.
     """
 
     stake: float = 0.8
@@ -60,11 +63,11 @@ TERMS = Terms()
 
 
 class StepPrices:
-    """Prices of parts of a round in plain steps, by a count.
+    """Prices of a part of a round, in plain steps, by a count.
 
     Attributes:
-        medians: The price of each count: a median, which stalls of the machine do not move. Set by
-            :meth:`add`.
+        medians: The price of each count: a median, because stalls of the machine do not move it.
+            Set by :meth:`add`.
     """
 
     def __init__(self) -> None:
@@ -72,14 +75,14 @@ class StepPrices:
         self._samples: dict[int, deque[float]] = {}
 
     def add(self, count: int, price: float, near: int) -> None:
-        """Add a sample. The last ``4 near + 1`` count. The price is the least of the first ``near``
-        samples: disturbances only ever add time."""
+        """Add a sample. The last ``4 near + 1`` samples are kept. With fewer than ``near``
+        samples, the price is the least of them, because disturbances only ever add time."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * near + 1))
         samples.append(price)
         self.medians[count] = median_low(samples) if len(samples) >= near else min(samples)
 
     def forget(self) -> None:
-        """Drop the samples. The prices stay until new samples come."""
+        """Drop the samples. Prices stay until new samples are added."""
         self._samples.clear()
 
 
@@ -88,11 +91,11 @@ class Account:
 
     Attributes:
         paused: Whether the drafter is paused now. Set by :meth:`drafted` and :meth:`earn`.
-        draft: Prices of its draft, by steps. A drafter without an engine has no steps.
+        draft: Prices of its drafts, by number of steps. A drafter without an engine has no steps.
     """
 
     def __init__(self, terms: Terms, verify: StepPrices, tokens: int) -> None:
-        """Open an account. ``tokens`` were committed before."""
+        """Open an account. ``tokens`` is the number of tokens committed so far."""
         self.paused = False
         self.draft = StepPrices()
         self._terms = terms
@@ -134,7 +137,7 @@ class Account:
         self._luck += outcome.accepted + 1 - outcome.expected
         self._rounds_seen += 1
         self._balance = min(max(self._balance + self.gain, -2 * terms.stake), terms.most)
-        if self._rounds_seen == terms.trial:  # by now prices are known
+        if self._rounds_seen == terms.trial:  # prices are known by now
             self._balance = max(self._balance, terms.stake + terms.trial * self.gain)
         pauses = self._balance < 0 and self._rounds_seen >= terms.trial
         self.paused = self.paused or pauses
@@ -161,11 +164,12 @@ class Account:
 
 
 class Guard:
-    """Allows a drafter while its account is not overdrawn. Each drafter has an account, by name.
+    """Lets a drafter draft while its account is not overdrawn. Each drafter has an account, by
+    name.
 
     Tokens are counted, so only luck needs an estimate. Seconds are noisy, and change with the load
-    of the machine, so no round is charged its own time. It is charged the median *price* of such
-    rounds, in plain steps, which is measured close to plain rounds only, under the same load.
+    of the machine. So a round is not charged the time that it took, but the median *price* of such
+    rounds in plain steps. Prices are measured only close to plain rounds, under the same load.
 
     Attributes:
         pauses: Number of pauses so far. Counted by :meth:`observe`.
@@ -176,20 +180,21 @@ class Guard:
         self.pauses = 0
         self._terms = terms
         self._verify = StepPrices()
-        """By nodes; includes all the time of a round besides its draft."""
+        """Prices by number of nodes. They include all the time of a round except that of its
+        draft."""
         self._accounts: dict[str, Account] = {}
         self._tokens = 0
         """Tokens of all rounds."""
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds since the last draft. The first is left out: the draft took the
-        processor's caches from it."""
+        """Seconds of plain rounds since the last draft. The first such round is left out, because
+        it finds the processor's caches filled by the draft."""
         self.plain_step = 0.0
         self._recent: deque[RoundOutcome] = deque(maxlen=terms.near)
         """The last drafting rounds."""
         self._pace: deque[float] = deque(maxlen=2 * terms.near)
-        """Seconds of the last drafting rounds over their usual seconds."""
+        """Seconds of the last drafting rounds, divided by their usual seconds."""
         self._drafts_since = 0
-        """Drafting rounds since plain rounds were measured."""
+        """Drafting rounds since plain rounds were last measured."""
         self._interval = terms.first_interval
         self._probing = terms.near
         """Plain rounds that the probe still needs."""
@@ -199,8 +204,8 @@ class Guard:
         """Whether a drafter may draft in this round. In a probe no drafter may.
 
         Args:
-            drafter: Its name.
-            sure: Its expected tokens besides the bonus token, if known without drafting.
+            drafter: Name of the drafter.
+            sure: The drafter's expected tokens besides the bonus token, if known without drafting.
         """
         if self._probing:
             return False
@@ -214,7 +219,7 @@ class Guard:
             account = self._account(outcome.drafter)
             self._measure_draft(outcome, account.draft)
             self.pauses += account.drafted(outcome)
-            if account.paused:  # the trial after the pause is not judged by the load before it
+            if account.paused:  # the load now must not affect the trial after the pause
                 (account.draft if outcome.steps else self._verify).forget()
         self._tokens += outcome.accepted + 1
         for account in self._accounts.values():

@@ -1,5 +1,5 @@
-"""A round of one or several sequences: draft, verify, accept, commit, top-down in
-:func:`run_round`."""
+"""A round of one or several sequences: draft, verify, accept and commit. :func:`run_round` shows
+the order."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,22 +30,21 @@ class Round:
     """A round of one sequence.
 
     Attributes:
-        sequence: Where it reads and commits.
+        sequence: The sequence that it reads, and to which it commits.
         drafting: Drafters of this round.
-        error: Set if the round fails: its sequence stays where the round began, unless there is a
-            result.
+        error: Set if the round fails. Its sequence is then unchanged, unless there is a result.
         result: Set by :meth:`commit`.
-        kv_cache: The sequence's cache. Set by :meth:`begin`, as all below.
-        tree: The draft. Grown by each draft step.
+        kv_cache: The sequence's cache. Set by :meth:`begin`, like all attributes below.
+        tree: The draft. Each draft step adds to it.
         proposal: The text's proposal after the root.
-        drafter: Drafts in this round; None if it may not draft.
+        drafter: The drafter of this round; None if no drafter with an engine may draft.
         started: Time at which the round began, in seconds.
         most_depth: Maximum number of levels to draft.
-        most_nodes: Maximum number of nodes to verify, the root not counted.
-        length: Number of draft steps, if the controller fixes it before the first; None if it
-            decides after each.
+        most_nodes: Maximum number of nodes to verify, not counting the root.
+        length: Number of draft steps, if the controller fixes it before the first; None if the
+            controller decides after each step.
         wants_more: Whether another draft step is wanted. Set by each draft step.
-        draft_seconds: Time in the draft engine. Added to by each draft step.
+        draft_seconds: Time in the draft engine so far. Each draft step adds to it.
         nodes: The nodes to verify. Set by :meth:`complete`.
         drafted_at: Time at which the draft was complete. Set by :meth:`complete`.
     """
@@ -114,9 +113,9 @@ class Round:
         return call
 
     def draft_chain(self) -> bool:
-        """Draft several steps of a chain in one call, without waiting for the host in between, if
-        the engine can: all steps if the controller fixed their number, and the ``steps_at_once`` of
-        the controller if it did not. Returns whether it did."""
+        """If the engine can, draft several steps of a chain in one call, without waiting for the
+        host in between: all steps if the controller fixed their number, and the controller's
+        ``steps_at_once`` if it did not. Returns whether the engine did."""
         sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
@@ -142,7 +141,7 @@ class Round:
 
     def drafted(self, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
         """Add levels to the draft from the draft engine's outputs. The controller sees each level;
-        its answer to the last one decides whether to continue."""
+        its answer to the last level decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
         controller = self.drafter.controller
@@ -158,9 +157,9 @@ class Round:
         """End the draft, choose the nodes to verify, and return the verify call.
 
         Args:
-            share: The row's share of a batch's pass; None for a sequence alone. Fixed drafting
-                ignores it: with rejection sampling, the nodes left out must not depend on the
-                drafted tokens.
+            share: The row's share of a batch's pass; None for a sequence alone. Drafting that is
+                ``fixed`` ignores it: with rejection sampling, the choice of nodes to leave out must
+                not depend on the drafted tokens.
         """
         sequence = self.sequence
         tree = self.tree
@@ -187,11 +186,11 @@ class Round:
         sequence = self.sequence
         tree = self.tree
         tokens = sequence.tokens
-        sequence.drafted_to = 0  # verify wrote their slots
+        sequence.drafted_to = 0  # verify has overwritten the slots of the draft
         path, bonus = sequence.sampler.accept(tree.root, outputs)
         if sequence.engines.in_place:
             path, bonus = cut_displaced(path, bonus)
-        if path and path[-1].index != len(path):  # a chain's slots are consecutive already
+        if path and path[-1].index != len(path):  # the slots of a chain are consecutive already
             self.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
 
         chosen = [*[node.token for node in path], bonus]
@@ -206,7 +205,7 @@ class Round:
         )
 
         pauses = self.drafting.pauses
-        for one in self.drafting.observers:  # even if they were not allowed to draft or to copy
+        for one in self.drafting.observers:  # even those that could not draft in this round
             one.observe(outcome)
         sequence.stats.guard_pauses += self.drafting.pauses - pauses
         sequence.stats.host_seconds += time.perf_counter() - committed_at
@@ -273,8 +272,8 @@ class Round:
         )
 
     def _add_text(self, text: TextRule, joins: bool) -> None:
-        """Add the text's tokens to the draft: after the best drafted path, and, if the draft has a
-        budget (``joins``), its proposal after the root, too."""
+        """Add the text's proposal after the best drafted path to the draft. If the draft has a
+        budget (``joins``), also add the text's proposal after the root."""
         tree = self.tree
         if joins:
             tree.join(tree.root, self.proposal.tokens, self.proposal.chances, TEXT)
@@ -291,8 +290,9 @@ class Round:
             tree.follow(more.tokens[:count], TEXT)
 
     def _proposal(self, text: TextRule | None, most: int) -> TextProposal:
-        """The tokens that must follow the root, or else the text's proposal, at most ``most``
-        tokens. They are judged in every round, verified or not."""
+        """The tokens that must follow the root; if there are none, the text's proposal. At most
+        ``most`` tokens. The text's tokens are judged in every round, even if they are not
+        verified."""
         sequence = self.sequence
         if most <= 0:
             return NOTHING
@@ -306,7 +306,7 @@ class Round:
         proposal = self.proposal
         text = self.drafting.text
         if not proposal.steps:
-            return len(proposal.tokens)  # nothing else may follow
+            return len(proposal.tokens)  # these tokens must follow
         if text is None:
             return 0
         count = text.count(proposal.path_chances, self.drafter is not None)
@@ -320,8 +320,8 @@ class Round:
         return min(sequence.left - 1, sequence.manifest.max_tree_nodes, *ends[:1])
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
-        """Add a level to the tree. The outputs for the frontier begin in ``row``. NaN outputs
-        propose nothing, and so end the draft."""
+        """Add a level to the tree. The outputs for the frontier begin in ``row``. If outputs are
+        NaN, nothing is proposed, which ends the draft."""
         first = tree.frontier[0].index - row
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
         if told is not None and isnan(told.min()):
@@ -335,7 +335,8 @@ class Round:
     def _result(
         self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]
     ) -> RoundResult:
-        """The round's tokens up to EOS or a stop string, and the reason if the sequence ends."""
+        """The result of the round: its tokens up to EOS or a stop string, and the reason if the
+        sequence ends."""
         reason = "length" if len(tokens) >= self.sequence.left else None
         count = self.sequence.end_of(tokens)
         if count is not None:
@@ -363,9 +364,9 @@ class PromptPiece:
     """A piece of a sequence's prompt, for the verify call of a round.
 
     Attributes:
-        sequence: Its sequence.
+        sequence: The sequence of the prompt.
         call: The call of the piece.
-        error: Set if it fails.
+        error: Set if the piece fails.
     """
 
     sequence: TokenSequence
@@ -374,8 +375,8 @@ class PromptPiece:
 
 
 class Policy:
-    """Decides how far the sequences of a round draft. This one lets each draft as if it had the
-    engines to itself."""
+    """Decides how far the sequences of a round draft. This base class lets each sequence draft as
+    if it had the engines to itself."""
 
     def begin(self, sequences: Sequence[TokenSequence]) -> Sequence[Drafting]:
         """The drafters of each sequence in this round."""
@@ -387,7 +388,8 @@ class Policy:
         return [current for current in rounds if current.wants_more]
 
     def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
-        """Each draft's share of the verify pass; None drafts as a sequence alone."""
+        """Each draft's share of the verify pass; None for a draft that is chosen as if the sequence
+        were alone."""
         return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
@@ -404,9 +406,9 @@ class Policy:
 
         Args:
             rounds: All rounds.
-            calls: Verify calls of the rounds that did not fail before.
+            calls: Verify calls of the rounds that had not failed by then.
             seconds: Seconds of drafting, and of the rest of the round.
-            prompts: Calls of the pieces of prompts that ran with it.
+            prompts: Calls of the pieces of prompts that ran in the same verify call.
         """
 
 
@@ -422,9 +424,9 @@ def run_round(
     """Run one round: a draft call for each level, and one verify call, which also takes pieces of
     prompts.
 
-    It is a transaction for each sequence: an error of one sequence becomes its round's ``error``,
-    and the other sequences go on. If an engine fails, nothing is committed, and the error is
-    raised.
+    A round is a transaction for each sequence: an error of one sequence is stored as its round's
+    ``error``, and the other sequences go on. If an engine fails, nothing is committed, and the
+    error is raised.
 
     Returns:
         The round of each sequence.
@@ -509,7 +511,8 @@ def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _rejected(node: Node) -> list[int]:
-    """The first path after the last accepted node that was verified and rejected."""
+    """The rejected tokens: the best verified path below ``node``, which is the last accepted
+    node."""
     tokens = []
     while children := node.children:
         node = children[0]
@@ -518,9 +521,9 @@ def _rejected(node: Node) -> list[int]:
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
-    """A path up to its first node whose slot differs from its slot in a chain. Its token becomes
-    the bonus token: the node before it, and all others before, are in their places, so they chose
-    it correctly."""
+    """Cut a path before the first node whose slot is not its slot in a chain. The token of that
+    node becomes the bonus token: all nodes before it are in the slots of a chain, so they chose it
+    correctly."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
     if displaced is None:
         return AcceptResult(path, bonus)

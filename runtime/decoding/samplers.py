@@ -1,24 +1,25 @@
-"""Samplers: how draft tokens are proposed and accepted.
+"""Samplers propose draft tokens, and decide which of them are accepted.
 
 A sampler serves one request. It proposes children of a draft node from the draft's logits. After
-the verify pass it walks down the tree and says which path is accepted and which token comes after
-it, the bonus token. All three are lossless:
+the verify pass it walks down the tree, and returns the accepted path and the token after it, the
+bonus token. All three samplers are lossless:
 
 * ``Greedy``: the verifier's token is its argmax, whatever was drafted.
 * ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): the verifier's token at position t is
-  argmax(log p_t + g_t), with noise g_t that depends on seed and position alone. The draft proposes
-  the best of log q_t + g_t.
-* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): a chain samples x ~ q and accepts it with
-  probability min(1, p/q); else it draws from the normalised positive part of p - q. A tree proposes
-  the most likely tokens of q and accepts child x with probability p(x); else it removes x from p,
-  renormalises, and tries the next sibling.
+  argmax(log p_t + g_t), with noise g_t that depends only on seed and position. The draft proposes
+  the tokens with the largest log q_t + g_t.
+* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): in a chain, x ~ q is sampled, and
+  accepted with probability min(1, p/q); if it is rejected, the next token is drawn from the
+  normalised positive part of p - q. In a tree, the most likely tokens of q are proposed, and child
+  x is accepted with probability p(x); if it is rejected, x is removed from p, p is renormalised,
+  and the next sibling is tried.
 
-Where logits are on a device, the first two choose there, the same tokens
-(:mod:`~eesd.runtime.decoding.device_sampler`). Constraints, a logit bias, penalties that count, and
-rejection sampling fetch the logits to the host.
+If logits are on a device, ``Greedy`` and ``Coupled`` choose the same tokens there
+(:mod:`~eesd.runtime.decoding.device_sampler`). For constraints, a logit bias, penalties that count
+tokens, and rejection sampling, the logits are fetched to the host.
 
-With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals
-are chosen among columns; noise and penalty are those of their tokens.
+With a draft vocabulary, q has columns for only some of the tokens, and is zero for the rest.
+Proposals are chosen among the columns, with the noise and the penalty of their tokens.
 """
 
 from collections import Counter
@@ -56,7 +57,8 @@ class AcceptResult(NamedTuple):
 
 
 Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
-"""Which tokens [V] may follow everything committed and a path of drafted tokens; None: all."""
+"""Mask [V] of the tokens that may follow the committed tokens and a path of drafted tokens; None if
+all may."""
 
 
 def make_sampler(
@@ -70,8 +72,8 @@ def make_sampler(
     Args:
         sampling: Its options.
         vocab_size: V.
-        columns: Which tokens the draft's logits are for.
-        allowed: Restricts the tokens, to at least one token; None: all may be chosen.
+        columns: The token of each column of the draft's logits.
+        allowed: Returns the tokens that may be chosen, at least one; None if all tokens may be.
     """
     if sampling.greedy:
         return Greedy(sampling, columns, allowed)
@@ -81,8 +83,8 @@ def make_sampler(
 
 
 def _best(scores: Vector | Logits, count: int) -> list[int]:
-    """Indices of the ``count`` largest scores, largest first; the lower index first among
-    equals."""
+    """Indices of the ``count`` largest scores, largest first. Among equal scores, the lower index
+    is first."""
     if count == 1:
         return [int(scores.argmax())]
     cut = np.partition(scores, -count)[-count]
@@ -91,7 +93,8 @@ def _best(scores: Vector | Logits, count: int) -> list[int]:
 
 
 def _margins(scores: Vector, indices: list[int]) -> list[float]:
-    """Each of these scores minus the best other score. ``scores`` is unchanged on return."""
+    """The score at each of ``indices``, minus the best other score. ``scores`` is unchanged on
+    return."""
     margins = []
     for index in indices:
         own = scores[index]
@@ -103,8 +106,8 @@ def _margins(scores: Vector, indices: list[int]) -> list[float]:
 
 class SpecSampler:
     proposes_top_tokens = False
-    """Whether a chain's proposals are simply the draft's most likely tokens, so that an engine can
-    draft it by itself."""
+    """Whether the proposals for a chain are simply the draft's most likely tokens, so that an
+    engine can draft the chain by itself."""
 
     def __init__(
         self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
@@ -114,11 +117,11 @@ class SpecSampler:
         self._allowed = allowed
         self._tokens: Sequence[int] = ()
         self._bias = dict(sampling.logit_bias)
-        self._generated = Counter[int]()  # how often each token was generated, if that matters
+        self._generated = Counter[int]()  # occurrences of each token, if penalties need them
         self._counted = 0
 
     def begin_round(self, tokens: Sequence[int]) -> None:
-        """Begin a round; ``tokens`` is everything committed, the root last."""
+        """Begin a round. ``tokens`` are all committed tokens, the root last."""
         # Before the first round there is only the prompt.
         if self._sampling.counts and self._counted:
             self._generated.update(tokens[self._counted :])
@@ -126,8 +129,8 @@ class SpecSampler:
         self._counted = len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        """The function that chooses tokens on a device after each of these nodes: ``count``
-        proposals or, for 0, the verifier's token. None: this sampler chooses from logits on the
+        """A function that chooses on a device, after each of these nodes, ``count`` proposals or,
+        if ``count`` is 0, the verifier's token. None if this sampler chooses from logits on the
         host, or from the engine's other outputs."""
         return None
 
@@ -137,13 +140,13 @@ class SpecSampler:
         raise NotImplementedError
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
-        """Judge the tree by the verifier's outputs; those for a node are in the row
-        ``node.index``."""
+        """Accept a path of the tree by the verifier's outputs. The outputs for a node are in the
+        row ``node.index``."""
         raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node``, with bias and penalties for all tokens before and on its path;
-        -inf for tokens that are not allowed."""
+        """Logits after ``node`` with bias, with penalties for the committed tokens and those on its
+        path, and with -inf for tokens that are not allowed."""
         logits = add_to(logits, self._bias, columns)
         if self._sampling.repetition_penalty != 1:
             logits = penalize(
@@ -162,7 +165,7 @@ class SpecSampler:
 
     def _drafted(self, logits: Logits, node: Node) -> Vector | None:
         """The draft's log-probabilities after ``node``, a column for each token that it can
-        predict. None: it can predict no token that is allowed."""
+        predict. None if it can predict no allowed token."""
         adjusted = self._adjusted(logits, node, self._columns)
         return (
             None
@@ -182,8 +185,8 @@ class SpecSampler:
     def _ranked(
         self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector
     ) -> list[Proposal]:
-        """Proposals that a device chose. A margin is the difference of ``noisy`` from the best
-        other value."""
+        """Proposals that a device chose. A margin is a value of ``noisy`` minus the best other
+        value."""
         others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
         tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
         rows = zip(
@@ -257,7 +260,7 @@ class Greedy(_Deterministic):
         ids = outputs.topk_ids
         logprobs = outputs.topk_logprobs
         if self.proposes_top_tokens and ids is not None and logprobs is not None:
-            # A chain that the engine drafted by itself has no logits.
+            # There are no logits if the engine drafted a chain by itself.
             count = min(count, ids.shape[1])
             tokens = ids[row].tolist()
             top = logprobs[row].tolist()
@@ -311,14 +314,15 @@ class Coupled(_Deterministic):
 
 
 class Rejection(SpecSampler):
-    """A round's random numbers depend on the seed and the root's position alone: a cancelled round
-    leaves no trace."""
+    """Rejection sampling. A round's random numbers depend only on the seed and the root's position,
+    so a cancelled round leaves no trace."""
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         super().begin_round(tokens)
         self._random = philox(self._sampling.seed or 0, 1, len(tokens))
         self._sampled: dict[Node, Vector] = {}
-        """q, by column, after each node whose only child was sampled from it."""
+        """For each node whose only child was sampled: the distribution q that it was sampled from,
+        by column."""
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         logprobs = self._drafted(outputs.logits[row], node)

@@ -18,7 +18,7 @@ Vector = NDArray[np.float64]
 LIKELY = 9.0
 """Tokens within this many nats of the most likely one are tried first."""
 BLOCK = 32
-"""Scores in a block when the k-th largest is searched."""
+"""Number of scores in a block when the k-th largest score is searched."""
 METHODS = ("coupled", "rejection")
 
 
@@ -27,14 +27,15 @@ class Sampling:
     """How a request chooses its tokens.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: Divisor of the logits; 0 is greedy.
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set of tokens with at least this probability; 1 is off.
         min_p: Keep tokens at least this probable, relative to the most likely one; 0 is off.
         repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
-        presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt
-            does not count.
-        frequency_penalty: The same, multiplied by the number of times a token was generated.
+        presence_penalty: Subtracted from the logits of tokens that were generated; 0 is off. Tokens
+            of the prompt do not count.
+        frequency_penalty: Subtracted from the logit of a token once for each time that it was
+            generated; 0 is off.
         logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
         seed: Seed of the request's random numbers; None: each request draws a seed.
         method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the
@@ -79,11 +80,11 @@ class Sampling:
         check_choice("The sampling method", self.method, METHODS)
 
     def of_text(self, prompt: int = 0, choice: int = 0) -> "Sampling":
-        """These options with the seed of one text, among several prompts and several choices of
-        each. Without a seed, a seed is drawn.
+        """These options with the seed of one text, if there are several prompts and several choices
+        for each prompt. If there is no seed, one is drawn.
 
-        The first text has the seed itself. Every other text has a random number of Philox as its
-        seed, so no two texts share any noise.
+        The first text has the seed itself. The seed of every other text is a random number from
+        Philox, so no two texts share any noise.
         """
         if self.seed is None:
             return self if self.greedy else replace(self, seed=secrets.randbits(63))
@@ -103,13 +104,13 @@ class Sampling:
 
     @property
     def reweighs(self) -> bool:
-        """Whether something is added to logits: then the host chooses, even if the logits are on a
-        device."""
+        """Whether the options add anything to logits. If so, the host chooses, even if the logits
+        are on a device."""
         return self.counts or bool(self.logit_bias)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
-    """A logit bias as pairs, which can be hashed."""
+    """A logit bias as a tuple of pairs, which can be hashed."""
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
     if not isinstance(pairs, tuple) or not all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
@@ -124,7 +125,8 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 
 def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns = WHOLE) -> Logits:
-    """Logits with a number added to those of some tokens. Tokens without a column are left out."""
+    """Logits with ``changes`` added to those of some tokens. Tokens without a column are left
+    out."""
     if not changes:
         return logits
     tokens = np.fromiter(changes, np.int64)
@@ -170,7 +172,7 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     largest = scores.max()
     check_largest(largest)
     scores -= largest
-    # A tiny temperature makes -inf of all but the best: that is its limit.
+    # With a tiny temperature, all but the best become -inf, which is the correct limit.
     with np.errstate(over="ignore"):
         scores /= sampling.temperature
     size = len(scores)
@@ -202,8 +204,8 @@ def normalize(scores: Vector) -> Vector:
 
 
 def _kth_largest(scores: Vector, k: int) -> np.float64:
-    """The k-th largest score. The k-th largest maximum of the blocks is a lower bound, and only the
-    few scores that reach it are sorted."""
+    """The k-th largest score. The k-th largest of the blocks' maximums is a lower bound, so only
+    the few scores that reach it are sorted."""
     if len(scores) >= 4 * k * BLOCK:
         maxima = scores[: len(scores) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
         scores = scores[scores >= np.partition(maxima, -k)[-k]]
@@ -214,7 +216,8 @@ def _kth_largest(scores: Vector, k: int) -> np.float64:
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
     """The smallest set of most likely tokens with a total probability of at least ``top_p``: their
     indices, ascending."""
-    # A set with enough probability contains the nucleus: no need to sort the other tokens.
+    # A set of the most likely tokens with enough probability contains the nucleus, so the others
+    # need not be sorted.
     for reach in (LIKELY, 2 * LIKELY, np.inf):
         candidates = np.flatnonzero(logprobs >= logprobs.max() - reach)
         order = candidates[np.argsort(-logprobs[candidates], kind="stable")]
@@ -226,8 +229,8 @@ def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
 
 
 def philox(seed: int, stream: int, index: int) -> np.random.Generator:
-    """A generator that depends on these three numbers alone: counter-based, so there is no state to
-    carry or to roll back."""
+    """A generator that depends only on these three numbers. It is counter-based, so there is no
+    state to keep or roll back."""
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, 0]))
 
 
@@ -235,7 +238,7 @@ class GumbelNoise:
     """The Gumbel noise of each position of one request, the same for the draft and the verifier.
 
     It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et
-    al. 2011), not by a numpy version. Its two logarithms are taken only where a token could be
+    al. 2011), not by a numpy version. The two logarithms are computed only for tokens that could be
     among the best.
     """
 
@@ -243,7 +246,7 @@ class GumbelNoise:
         self._seed = seed
         self._size = size
         self._kept: dict[int, tuple[NDArray[np.uint64], float]] = {}
-        """By position: 52 random bits for each token [V], and the largest noise."""
+        """By position: 52 random bits for each token [V], and the largest noise of any token."""
 
     def at(self, position: int) -> Vector:
         """g [V] for the token at ``position`` of the sequence."""
@@ -255,9 +258,9 @@ class GumbelNoise:
         """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and
         their noisy scores.
 
-        The other columns are left out because even the largest noise would not lift them to the
-        ``count`` best of the likely columns. Columns that a filter removed may be left out, too. A
-        column's noise is that of its token.
+        The other columns are left out because even the largest noise would not lift them among the
+        ``count`` best. Columns that a filter removed may be left out, too. A column's noise is that
+        of its token.
         """
         bits, largest = self._bits(position)
         peak = scores.max()

@@ -1,4 +1,4 @@
-"""A sequence of tokens over its KV cache: where rounds read, and where they commit."""
+"""A sequence of tokens over its KV cache, which rounds read and commit to."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
 
 LOGIT_CHUNK = 64
-"""Prompt tokens whose logits are in memory at the same time."""
+"""Maximum number of prompt tokens whose logits are in memory at the same time."""
 
 Observer = Callable[[Sequence[int], Logits], None]
 """Called after each round with its committed tokens and the verifier's logits before each of them
-[tokens, V]. The logits are valid during the call. Without an observer they may stay on the
+[tokens, V]. The logits are valid only during the call. Without an observer they may stay on the
 device."""
 
 
 class TokenSequence:
-    """Tokens, their KV cache, and the state of decoding. Subclasses add the rules for its end.
+    """Tokens, their KV cache, and the state of decoding. Subclasses add the rules that end a text.
 
     The last token is the **root** of the next round, in the slot ``len(tokens) - 1``. The slots
     before it hold the keys and values of all other tokens, once the prompt is prefilled.
@@ -31,13 +31,13 @@ class TokenSequence:
         tokens: The prompt and all committed tokens. Set by each commit.
         stats: Counts and seconds so far. Set by each commit; prefill adds its seconds.
         finish_reason: None until a commit ends the sequence; see :class:`RoundResult`.
-        engines: Run the calls. Set at the beginning.
-        manifest: Manifest of the engine directory. Set at the beginning.
-        drafting: Drafting of this sequence when it runs alone. Set at the beginning.
-        sampler: Chooses tokens. Set at the beginning.
-        index: Finds repetitions in the tokens. Extended by each round.
+        engines: The engines that run its calls. Set by the constructor.
+        manifest: Manifest of the engine directory. Set by the constructor.
+        drafting: The drafters of this sequence when it runs alone. Set by the constructor.
+        sampler: The sampler that chooses its tokens. Set by the constructor.
+        index: Index that finds repetitions in the tokens. Extended by each round.
         observer: Called after each commit; None if nobody reads the logits.
-        drafted_to: End of the slots that hold a draft which verify has not overwritten. Set by
+        drafted_to: End of the slots with drafted tokens that verify has not overwritten. Set by
             draft steps, and reset to 0 by each commit.
     """
 
@@ -56,8 +56,8 @@ class TokenSequence:
         Args:
             tokens: The prompt, not empty.
             kv_cache: An empty cache.
-            engines: Run the calls.
-            drafting: Drafting of this sequence when it runs alone.
+            engines: The engines that run its calls.
+            drafting: The drafters of this sequence when it runs alone.
             sampler: Chooses tokens.
             most: Maximum number of new tokens.
             observer: Called after each commit.
@@ -78,15 +78,15 @@ class TokenSequence:
         self._prefilled = 0
         self._target = len(tokens) - 1
         self._scored = 0
-        """Prompt tokens whose logits were computed, if ``_to_score`` is not 0."""
+        """Number of prompt tokens whose logits were computed, if ``_to_score`` is not 0."""
         self._to_score = 0
-        """Prompt tokens whose logits are wanted."""
+        """Number of prompt tokens whose logits are wanted."""
 
     # The prompt
 
     def prefill(self) -> None:
-        """Put the prompt, all but its last token, into the cache. The first round does so if the
-        caller did not. The last token is the first root, so prefill needs no logits."""
+        """Put all tokens of the prompt except the last into the cache. The first round does this if
+        the caller did not. The last token is the first root, so prefill needs no logits."""
         while (piece := self.next_piece(self.engines.verify.prefill_chunk)) is not None:
             started = time.perf_counter()
             with self.engines.span("prefill"):
@@ -111,13 +111,14 @@ class TokenSequence:
         )
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
-        """Note that the call of a piece of the prompt is done, and took ``seconds``."""
+        """Record that the call of a piece of the prompt is done, and took ``seconds``."""
         self._prefilled = piece.slot + len(piece.tokens)
         self.stats.prefill_seconds += seconds
 
     @property
     def unfilled(self) -> int:
-        """Tokens of the prompt, or after a move of the text, that are not in the cache yet."""
+        """Number of tokens that are not in the cache yet: of the prompt, or of a text that was
+        moved."""
         return self._target - self._prefilled
 
     # Rounds
@@ -134,7 +135,7 @@ class TokenSequence:
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
     def verified(self, nodes: Sequence[Node]) -> Call:
-        """The verify call for nodes. It clears the slots of a longer draft."""
+        """The verify call for nodes. It also clears slots of the draft beyond these nodes."""
         stop = len(self.tokens) - 1 + len(nodes)
         if self.drafted_to > stop:
             self._kv_cache.clear(stop, self.drafted_to)
@@ -142,12 +143,12 @@ class TokenSequence:
 
     @property
     def left(self) -> int:
-        """Maximum number of tokens that may still follow."""
+        """Maximum number of further tokens."""
         return min(self._most - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
 
     def forced(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft
-        without cost."""
+        """At most ``most`` tokens that must follow because no others are allowed: a draft without
+        cost."""
         return ()
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
@@ -164,8 +165,8 @@ class TokenSequence:
         return self._kv_cache
 
     def close(self) -> KVCache:
-        """Give up the cache and return it: the next sequence will use it. ``tokens``, ``stats`` and
-        ``finish_reason`` remain."""
+        """Give up the cache and return it, so that the next sequence can use it. ``tokens``,
+        ``stats`` and ``finish_reason`` remain."""
         self._closed = True
         return self._kv_cache
 

@@ -9,20 +9,22 @@ from eesd.controllers.base import TEXT, RoundOutcome
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """One round's committed tokens, by which results compare, and its costs, for statistics.
+    """One round's committed tokens, and its costs for statistics. Only the tokens count in
+    comparisons.
 
     Attributes:
-        tokens: At least one. The first ``num_accepted`` were drafted; the bonus token follows them,
-            unless the text ends before it.
+        tokens: At least one token. The first ``num_accepted`` were drafted; the bonus token follows
+            them, unless the text ends before it.
         num_accepted: Number of committed draft tokens. Tokens that the verifier accepts after the
             end of the text are not committed.
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
             call ``step`` again.
         sources: Name of the drafter of each accepted token.
-        rejected: Tokens of the best path after the accepted ones.
-        outcome: For the observers of the round. It also counts tokens after the end of the text.
-        judged: Name of the drafter of each judged token: the accepted ones, and the first rejected
-            one.
+        rejected: Tokens of the best verified path after the accepted tokens.
+        outcome: The outcome for the round's observers. It also counts tokens after the end of the
+            text.
+        judged: Name of the drafter of each judged token: the accepted tokens, and the first
+            rejected token.
         levels: Depth of the deepest verified node.
         drafting: Whether the round was allowed to draft.
         draft_seconds: Time in the draft engine.
@@ -54,11 +56,12 @@ class Stats:
         draft_tokens: Verified draft tokens, including those after the end of the text.
         accepted_tokens: Draft tokens among the new tokens.
         accepted_text_tokens: Accepted tokens that the text proposed.
-        verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all
-            tokens before it were accepted).
+        verified_at_depth: Rounds whose draft was judged at depth 1, 2, ...: it reached that depth,
+            and all tokens before it were accepted.
         accepted_at_depth: Rounds among these whose token at that depth was accepted.
-        text_verified_at_depth, text_accepted_at_depth: The same for tokens that the text proposed.
-        guard_pauses: Times that the guard paused drafting.
+        text_verified_at_depth, text_accepted_at_depth: The same numbers for tokens that the text
+            proposed.
+        guard_pauses: Number of times that the guard paused a drafter.
         exact: Whether a check at load time found that logits do not depend on the number of rows of
             a call; None if there was no check.
         prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
@@ -127,7 +130,7 @@ class Stats:
         stats.accepted_at_depth = [*self.accepted_at_depth, *more]
         stats.text_verified_at_depth = [*self.text_verified_at_depth, *more]
         stats.text_accepted_at_depth = [*self.text_accepted_at_depth, *more]
-        # The bonus token shows that a draft token is wrong.
+        # The draft token at the bonus token's depth was judged, too: it is wrong.
         for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1
             stats.accepted_at_depth[level] += level < result.num_accepted

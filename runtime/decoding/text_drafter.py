@@ -1,8 +1,8 @@
-"""Drafts from the text itself: the tokens that followed earlier occurrences of its end.
+"""Drafts from the text itself: tokens that followed earlier occurrences of the text's end.
 
-An online suffix automaton (Blumer et al. 1985) finds the places, and counts them. A state stands
-for all substrings that end at the same places. Its suffix link leads to the longest suffix that
-also ends elsewhere. So the link of the whole text's state is the longest suffix that occurred
+An online suffix automaton (Blumer et al. 1985) finds these occurrences, and counts them. A state
+represents all substrings that end at the same places. Its suffix link leads to the longest suffix
+that also ends elsewhere. So the link of the whole text's state is the longest suffix that occurred
 before.
 """
 
@@ -13,10 +13,10 @@ from eesd.controllers import TextStep
 from eesd.controllers.text_rule import TextRule
 
 LEAST_VALUE = 0.05
-"""Chance of its path below which a token is not proposed."""
+"""A token whose path has a lower chance is not proposed."""
 COUNTED_LINKS = 32
-"""States whose occurrences a token counts. Only very repetitive texts have longer chains of suffix
-links; there, short matches are counted too low."""
+"""Maximum number of states whose occurrences a new token counts. Only very repetitive texts have
+longer chains of suffix links; for them, the counts of short matches are too low."""
 
 
 class Match(NamedTuple):
@@ -24,7 +24,7 @@ class Match(NamedTuple):
 
     Attributes:
         state: Its state in the automaton.
-        length: Its tokens.
+        length: Its length in tokens.
     """
 
     state: int
@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         token: Its id.
-        step: The match, for the rule.
+        step: Length and counts of the match, for the rule.
     """
 
     token: int
@@ -55,9 +55,9 @@ class SuffixAutomaton:
         self._link = [-1]
         self._length = [0]
         self._count = [0]
-        """Occurrences of each state's strings."""
+        """Number of occurrences of each state's strings."""
         self._latest = [0]
-        """Where the last of them ended."""
+        """Position at which the last of these occurrences ended."""
         self._last = 0
         self.num_tokens = 0
 
@@ -74,8 +74,8 @@ class SuffixAutomaton:
         self._count_occurrence(current)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of ``state`` and ``token``. If that belongs to a state
-        with longer strings, the state is split."""
+        """The state of the longest string of ``state`` followed by ``token``. If that state also
+        has longer strings, it is split."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -101,8 +101,8 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _count_occurrence(self, state: int) -> None:
-        """Another occurrence of a state's strings, and so of all their suffixes, ends at the text's
-        end."""
+        """Count an occurrence, at the text's end, of a state's strings and of all their
+        suffixes."""
         for _ in range(COUNTED_LINKS):
             if state <= 0:
                 return
@@ -128,12 +128,12 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def continuations(self, match: Match) -> Iterator[Continuation]:
-        """The path after a match: the token that followed it most often, then the token that
-        followed both most often, and so on.
+        """The path after a match: the token that followed the match most often, then the token that
+        followed these two most often, and so on.
 
-        Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix
-        that occurred before is continued: a repetition goes on without end. The path ends where
-        nothing that is left of the match was continued.
+        Among equally frequent tokens, the latest is chosen. If the match reaches the end of the
+        text, its longest suffix that was continued elsewhere takes its place, so a repetition goes
+        on without end. The path ends if no such suffix is left.
         """
         state, length = match
         while True:
@@ -163,9 +163,10 @@ class TextProposal(NamedTuple):
 
     Attributes:
         tokens: The proposed path.
-        steps: The match before each token, for the rule. Empty for tokens that must follow.
+        steps: For each token, length and counts of the match before it, for the rule. Empty for
+            tokens that must follow.
         chances: Chance of each token, given that all before it are right.
-        path_chances: Chance of each token that it and all before it are right.
+        path_chances: For each token, the chance that it and all before it are right.
     """
 
     tokens: list[int]
@@ -189,7 +190,7 @@ class TextIndex:
         """Propose at most ``most`` tokens.
 
         Args:
-            tokens: The text. It begins with the tokens of the last call.
+            tokens: The text. It must begin with the tokens of the last call.
             most: Maximum number of tokens.
             rule: Estimates their chances.
             drafted: Tokens drafted after the text; the proposal follows them.
@@ -210,8 +211,8 @@ class TextIndex:
         return found
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
-        """The automaton over all tokens. An interrupt may leave a damaged one, so it is kept only
-        when it is complete."""
+        """The automaton over all tokens. It is stored only when it is complete, because an
+        interrupt may leave a damaged one."""
         automaton = self._automaton or SuffixAutomaton()
         self._automaton = None
         for token in tokens[automaton.num_tokens :]:
