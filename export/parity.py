@@ -298,7 +298,7 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
     """Compare engines with those of another backend on a random text.
 
     The prompt runs in pieces. At the end of each number of slots that a plan's attention reads, a
-    round and a draft step run, because attention can be wrong for long texts only.
+    round and a draft step run, because attention may be wrong only for long texts.
 
     Args:
         engines: Verify and draft engines, or verify alone.

@@ -68,7 +68,7 @@ class Normalization(nn.Module):
 def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> None:
     """Add the layers with weights of these names and shapes, and the modules above them.
 
-    ``wide`` applies to norms. Norms of queries and keys come after the products of their attention.
+    ``wide`` applies to norms. Norms of queries and keys are added after their attention's products.
     """
     names = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
     for name in sorted(names, key=lambda name: name.endswith(("q_norm", "k_norm"))):

@@ -17,8 +17,8 @@ of the range. Tensors of a linear layer, by layout:
 * NVFP4: two levels per byte [out, in / 2], the first in the low half; ``weight_scale``
   [out, in / 16] of FP8; and for the whole weight ``weight_scale_2`` (ModelOpt), a factor, or
   ``weight_global_scale`` (compressed-tensors), a divisor.
-* MXFP4 of gpt-oss: levels as in NVFP4, for all experts, ``NAME_blocks``
-  [experts, out, in / 32, 16]; ``NAME_scales`` [experts, out, in / 32], exponents of two plus 127.
+* MXFP4 of gpt-oss, for all experts: ``NAME_blocks`` [experts, out, in / 32, 16], levels as in
+  NVFP4; ``NAME_scales`` [experts, out, in / 32], exponents of two plus 127.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ class SyntheticStream:
         stay: Probability that a position keeps its predecessor's level. If not, the level is drawn
             uniformly.
         spread: Standard deviation of the log-odds of acceptance between requests.
-        overconfidence: Excess of the log-odds that draft steps show over the true ones.
+        overconfidence: Excess of the draft steps' shown log-odds over the true log-odds.
     """
 
     name: str
