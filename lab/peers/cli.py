@@ -230,7 +230,7 @@ def tokens_command(
 
 
 def _engines(contestants: list[Contestant]) -> list[Path]:
-    """The engine directories among what contestants load."""
+    """The engine directories that contestants load."""
     return [Path(one.path) for one in contestants if one.peer == EESD]
 
 

@@ -23,7 +23,7 @@ others, n_threads, n_threads_batch."""
 
 
 class Struct(ctypes.Structure):
-    """Parameters of llama.cpp, which fit in it. They are passed as they were received."""
+    """Room for parameters of llama.cpp, which are passed on as received."""
 
     _fields_ = [("values", ctypes.c_int32 * 256)]
 
