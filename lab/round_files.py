@@ -37,7 +37,7 @@ def files_of(action: Callable[[], object]) -> list[Path]:
 @click.command()
 @click.argument("plans", type=click.Path(path_type=Path))
 def main(plans: Path) -> None:
-    """Print the files, lines and changes of file of a default round.
+    """Print how many files a default round visits, their lines, and how often it changes files.
 
     PLANS is an engine directory, such as one of examples/pycode/model. For each number of draft
     steps and nodes, the round with the fewest changes of file is printed.

@@ -48,13 +48,13 @@ MT_BENCH = (
     "stem",
     "humanities",
 )
-"""Categories of MT-bench. Spec-Bench reports them as one, multi-turn conversation."""
+"""Categories of MT-bench. Spec-Bench reports them together, as multi-turn conversation."""
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7, "coupled-1": 1.0}
 """Temperatures. Spec-Bench decodes greedily; MT-bench uses 0.7 for most of its categories."""
 WARM_UP_TOKENS = 48
 COUNT = click.IntRange(1, 10**6)
 KEPT_BYTES = 1 << 28
-"""Bytes of keys and values kept of prompts, enough for a question."""
+"""Bytes of keys and values kept from prompts: enough for the turns of a question."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Questioning:
         )
 
     def _make_llms(self, sampling: str) -> dict[str, tuple[Bench, LLM | None]]:
-        """A bench and an LLM for each method; None for plain decoding. Controllers learn from
+        """A bench and an LLM for each method; no LLM for plain decoding. Controllers learn from
         question to question, as in a service. Each ``sampling`` has separate LLMs."""
         benches = [
             (of, self.benches.get(of.directory) or self._open(of.directory)) for of in self._methods

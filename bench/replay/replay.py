@@ -161,7 +161,7 @@ def chain_outcome(
 
 
 def teach(controller: Controller, outcome: RoundOutcome) -> None:
-    """Pass a committed round to a controller whose ``value`` no other rule shares."""
+    """Pass a committed round to a controller that shares its ``value`` with no other rule."""
     if controller.value is not None:
         controller.value.observe(outcome)
     controller.observe(outcome)

@@ -29,7 +29,7 @@ calls five times slower."""
 NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
 STALLS = 20.0
-"""Stalls per second: one in every eighth pass of 6 ms."""
+"""Stalls per second. With passes of 6 ms, every eighth has one."""
 REQUESTS = 18
 TOKENS = 128
 SETTLED = 256
