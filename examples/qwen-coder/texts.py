@@ -20,7 +20,7 @@ LINES = range(5, 41)
 MOST_CHARACTERS = 1200
 """Longer prompts take more time to read than to continue."""
 SIZES = range(800, 200_000)
-"""Range of the characters of a source file in use."""
+"""Source files with fewer or more characters are skipped."""
 QUESTIONS = (
     "Explain what this code does:",
     "Add type hints and a docstring to this code:",
