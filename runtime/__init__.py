@@ -1,1 +1,2 @@
-"""Engines, KV cache, token tree, sampling, the decode loop, and the text API. Needs no torch."""
+"""Engines, KV cache, token tree, sampling, the decode loop, and the text API. Importing it needs no
+torch."""

@@ -1,8 +1,9 @@
-"""Chat messages rendered as text by a model's template, like ``apply_chat_template`` of
+"""Render chat messages as text with a model's template, like ``apply_chat_template`` of
 transformers.
 
-Templates run with limits (:mod:`eesd.runtime.template_limits`). Within the limits the text is the
-same; ``tests/text/test_chat_template.py`` compares many templates and conversations.
+Templates run with limits (:mod:`eesd.runtime.template_limits`). Within the limits, the text is the
+same as that of transformers; ``tests/text/test_chat_template.py`` compares many templates and
+conversations.
 """
 
 import json
@@ -27,8 +28,7 @@ Tool = Mapping[str, Any]
 """A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
 ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names under which a message may hold its reasoning. Templates read the first or the
-second."""
+"""Names of fields that may hold a message's reasoning. Templates read the first or the second."""
 _ITEM_FILTERS = {
     "first",
     "join",
@@ -48,8 +48,7 @@ class ChatTemplate:
 
     Args:
         source: The template, in Jinja's language.
-        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that the
-            model does not have are missing.
+        special_tokens: The special tokens that the model has, by name, such as ``bos_token``.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -66,10 +65,10 @@ class ChatTemplate:
         """Render messages, and the beginning of the answer.
 
         Args:
-            messages: At least one message. ``content`` is a text or a list of text parts; if the
-                template does not read parts, it gets their texts, one per line.
-            tools: Functions that the model may call, as in OpenAI's API. Templates that do not
-                read tools ignore them; see :attr:`reads_tools`.
+            messages: At least one message. ``content`` is a text or a list of text parts. A
+                template that does not read parts gets their texts, one per line.
+            tools: Functions that the model may call, as in OpenAI's API. Some templates ignore
+                them; see :attr:`reads_tools`.
             answer: Whether to begin an answer after the messages.
             variables: Values of the template's variables by name, such as ``enable_thinking``; see
                 :attr:`names`.
@@ -111,8 +110,8 @@ class ChatTemplate:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the variables that the template reads. Raises :class:`EESDError` if the
-        template is not valid."""
+        """Names of the variables that the template reads. Raises :class:`EESDError` if the template
+        is not valid."""
         try:
             return self._compiled[2]
         except TemplateError as error:
@@ -129,8 +128,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
-        """The template as code that is not tied to an environment, whether it reads the parts of a
-        content, and the names."""
+        """The template as code that is not tied to an environment, whether the template reads the
+        parts of a content, and the names of its variables."""
         environment = _environment()
         tree = environment.parse(self.source)
         names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
@@ -139,7 +138,7 @@ class ChatTemplate:
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
     """A copy of a message as a template sees it: without values that are None, and with the
-    reasoning under all names.
+    reasoning in all of its possible fields.
 
     Raises:
         EESDError: The message has no role, its content is not text, or a value is not plain data.
@@ -163,8 +162,8 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A deep copy in Python's built-in types for JSON. An object with custom methods could do
-    anything when the template uses it."""
+    """A deep copy in Python's built-in types for JSON. The copy is needed because custom methods of
+    an object could do anything when the template uses it."""
     if depth > MAX_DEPTH:
         raise EESDError(f"{name} is nested too deeply; give at most {MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
@@ -212,11 +211,11 @@ def _without_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template iterates over the items of a content, in a loop or with a filter such as
-    ``selectattr``.
+    """Whether a template iterates over the items of a message's content, in a loop or with a filter
+    such as ``selectattr``.
 
-    A content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a
-    variable that was set to one.
+    Content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a
+    variable to which any of these was assigned.
     """
     names = {"content"}
 
@@ -240,7 +239,8 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks the model's text for training. The block's body is rendered."""
+    """The block ``{% generation %}``, which marks the model's text for training. Its body is
+    rendered as usual."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
@@ -255,10 +255,10 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """The object that ``namespace()`` makes: values that loops may set."""
+    """The object that ``namespace()`` makes. It holds values that loops may set."""
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # of bounded size, whatever the values
+        return "<Namespace>"  # bounded size, whatever the values
 
 
 def _environment() -> LimitedEnvironment:
@@ -284,7 +284,8 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on: not escaped for HTML, unlike Jinja's filter."""
+    """JSON in the form on which models were trained: unlike Jinja's filter, without escapes for
+    HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

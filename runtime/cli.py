@@ -46,7 +46,7 @@ CACHED = (
 )
 DRAFTED = "Source of drafts: the exit head, the text itself where it repeats, or both."
 DEEPEST = 8
-"""Last depth whose acceptance is shown."""
+"""Deepest draft level whose acceptance is shown."""
 
 
 drafting_options = cli.options(
@@ -99,10 +99,10 @@ loading_options = cli.options(
 
 
 def speculation_of(options: dict[str, Any]) -> Speculation:
-    """Return the drafting options of a command, regardless of ``--no-draft``.
+    """The drafting options of a command, whether or not it has ``--no-draft``.
 
     Raises:
-        EESDError: A value cannot be used, or an option needs drafting and ``--no-draft`` is given.
+        EESDError: A value cannot be used, or an option needs drafting but ``--no-draft`` is given.
     """
     if options.get("comparing") and options["no_draft"]:
         raise EESDError("--compare needs drafting; leave --no-draft out.")
@@ -184,7 +184,7 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
         for name in (*SAMPLING_OPTIONS, "seed", "method")
         if options[name] is not None
     }
-    # Bad options are refused before anything is loaded.
+    # Refuse bad options before anything is loaded.
     Sampling(**chosen)
     check_lengths(options["min_tokens"], options["max_new_tokens"])
     constraint = _constraint_of(options)
@@ -287,7 +287,7 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
-    """Prompts from the options, a file, or stdin; with ``chat`` as chat messages."""
+    """Prompts from the options, a file, or stdin. With ``chat``, they become chat messages."""
     found: list[Any] = [_stdin() if text == "-" else text for text in prompts]
     if file is not None:
         text = read_text(file, "give UTF-8 text")
@@ -314,7 +314,8 @@ def _stdin() -> str:
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:
-    """Each line is a string, or an object with ``prompt`` (text or token ids) or ``messages``."""
+    """Prompts from JSON lines. Each line is a string, or an object with ``prompt`` (text or token
+    ids) or ``messages``."""
     prompts = []
     for number, value in json_lines(text, str(file), "give one JSON value a line"):
         if isinstance(value, dict):
@@ -369,7 +370,7 @@ def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str,
 
 def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
     """A conversation on the terminal, until end of input."""
-    # A model without a chat template is refused before anybody types.
+    # Refuse a model without a chat template before the user types anything.
     llm.encode([{"role": "user", "content": "Hello"}])
     messages: list[dict[str, str]] = []
     while True:
@@ -387,7 +388,7 @@ def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
 
 
 def _show_stats(stats: Stats, llm: LLM) -> None:
-    """A small table on stderr."""
+    """Print a small table of statistics on stderr."""
     table = Table(show_header=False)
     for name, value in _rows(stats, llm):
         table.add_row(name, value)
@@ -431,7 +432,7 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
 
 
 def _acceptance_by_depth(runs: Sequence[Stats]) -> str:
-    """Shares of the accepted draft tokens at the first depths, of several runs together."""
+    """Share of accepted draft tokens at each of the first depths, over several runs together."""
     accepted = zip_longest(*(one.accepted_at_depth for one in runs), fillvalue=0)
     judged = zip_longest(*(one.verified_at_depth for one in runs), fillvalue=0)
     pairs = [(sum(good), sum(all_)) for good, all_ in zip(accepted, judged, strict=True)]
@@ -461,8 +462,8 @@ def _shares(stats: Stats) -> str:
 def _compare(
     llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: dict[str, Any]
 ) -> None:
-    """Run prompts with and without drafting, and show texts and speeds; with ``--json`` one object
-    for each prompt."""
+    """Run prompts with and without drafting, and show texts and speeds, or print an object for each
+    prompt (``--json``)."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
         chosen = sampling.of_text(number - 1)
@@ -504,8 +505,8 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:
-    """Print speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each
-    prompt, and a row for all."""
+    """Print a table on stderr: speeds, speed-ups, and whether tokens and logits are equal, in a row
+    for each prompt and a row for all."""
     several = len(found) > 1
     table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
     for number, comparison in enumerate(found, start=1):
@@ -545,12 +546,13 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
 
 
 def _rate(runs: Sequence[Stats]) -> float:
-    """Tokens per second of several runs together."""
+    """Tokens per second over several runs together."""
     return sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs)
 
 
 def _speeds(found: Sequence[Comparison]) -> list[str]:
-    """The cells of a row: all tokens over all seconds, rounds and judged drafts."""
+    """The cells of a row, computed from all tokens, seconds, rounds and judged draft tokens of the
+    runs."""
     plain = [one.plain for one in found]
     drafting = [one.drafting for one in found]
     rates = [_rate(plain), _rate(drafting)]

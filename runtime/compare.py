@@ -1,4 +1,4 @@
-"""The same prompt with and without drafting: the speed-up, and whether tokens and logits are the
+"""Run a prompt with and without drafting: the speed-up, and whether tokens and logits are the
 same."""
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
 
 KEPT_BYTES = 1 << 28
-"""Maximum size of the whole logits kept for a generation, to measure differences. Logits beyond it
-are kept as hashes."""
+"""Maximum size of the logits that are kept whole for a generation, to measure differences. Further
+logits are kept as hashes."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two generations first differ.
+    """The first difference between two generations.
 
     Attributes:
-        index: Index among the new tokens.
-        plain_token, drafting_token: The token there without and with drafting; -1 where one
-            generation is longer.
+        index: Index of the token among the new tokens.
+        plain_token, drafting_token: The token at this index without and with drafting; -1 for a
+            generation that has ended before it.
         logit_gap: The verifier's logit of ``plain_token`` minus that of ``drafting_token``. Near
-            zero: the same up to rounding.
+            zero if the logits are equal up to rounding.
     """
 
     index: int
@@ -38,14 +38,14 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The logits that chose each new token, compared bit for bit between two generations, as far as
+    """Bit-for-bit comparison of the logits that chose each new token in two generations, as long as
     their tokens are the same.
 
     Attributes:
-        positions: New tokens whose logits were compared.
-        differing: Positions at which a bit differs.
+        positions: Number of new tokens whose logits were compared.
+        differing: Number of positions at which a bit differs.
         first: Index of the first such position; -1 if there is none.
-        largest: Largest difference of a logit, among rows that were kept whole.
+        largest: Largest difference of a logit, among the logits that were kept whole.
     """
 
     positions: int = 0
@@ -73,16 +73,16 @@ class LogitComparison:
 
 
 class LogitRecord:
-    """The logits from which each new token of a generation was chosen. The record is an observer of
-    the session."""
+    """A record of the logits from which each new token of a generation was chosen. It is an
+    observer of the session."""
 
     def __init__(self, reference: "LogitRecord | None" = None, whole: bool = True) -> None:
-        """Record logits or, with a ``reference``, compare them with its record.
+        """Record logits, or compare them with those of a ``reference``.
 
         Args:
             reference: The record to compare with.
-            whole: Keep logits. False: keep hashes, which show where bits differ, but not by how
-                much.
+            whole: Whether to keep logits. If not, hashes are kept, which show where bits differ,
+                but not by how much.
         """
         self.tokens: list[int] = []
         self.result = LogitComparison()
@@ -127,15 +127,15 @@ def _hash(row: Logits) -> bytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs of one prompt.
+    """The runs of a prompt without and with drafting.
 
     Attributes:
-        text: The text of plain decoding, after the prompt if that is a text.
+        text: The text of plain decoding. It follows the prompt if the prompt is a text.
         plain, drafting: Statistics without and with drafting.
         divergence: None where the tokens are the same.
         logits: Comparison of the logits.
-        one_node: Statistics of plain decoding without padding, if it is padded to a round's nodes
-            so that drafting changes no bit.
+        one_node: Statistics of plain decoding without padding; None unless plain decoding is padded
+            to a round's nodes so that drafting changes no bit.
     """
 
     text: str
@@ -147,7 +147,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Decode tokens per second with drafting over those without."""
+        """Decode tokens per second with drafting, divided by those without."""
         plain = self.plain.tokens_per_second
         return self.drafting.tokens_per_second / plain if plain else 0.0
 
@@ -160,8 +160,8 @@ def compare(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
 ) -> Comparison:
-    """Run the prompt once each way, after a short warm-up of both. The arguments are those of
-    :meth:`LLM.generate`."""
+    """Run the prompt once without and once with drafting, after a short warm-up of both. The
+    arguments are those of :meth:`LLM.generate`."""
     tokens = llm.encode(prompt)
     sampling = sampling.of_text()
 
@@ -183,7 +183,7 @@ def compare(
         return run(max_new_tokens, False, expected), run(max_new_tokens, True, found), found.result
 
     plain, drafting, logits = recorded(whole=False)
-    if logits.differing:  # measuring the difference needs whole logits, which take much memory
+    if logits.differing:  # its size needs whole logits, which take much memory
         logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
@@ -196,8 +196,8 @@ def compare(
 
 
 def _of_one_node(llm: LLM) -> LLM | None:
-    """The same model without padding of plain decoding to a round's nodes; None if there is no
-    such padding."""
+    """The same model with plain decoding that is not padded to a round's nodes; None if it is not
+    padded anyway."""
     verify = getattr(llm.engines.verify, "of_one_node", lambda: None)()
     if verify is None:
         return None

@@ -32,29 +32,29 @@ except ModuleNotFoundError as error:
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
 """Limits of one grammar. A lexer state takes 1 to 2 kB. All requests of a batch wait for the mask
-of a token: with 5,000 items it takes milliseconds, or a tenth of a second for a very ambiguous
-text; with 50,000 it would take seconds. A schema of 490 properties needs over 3,000. Error
-messages leave out the parser's state, because they go to clients."""
+of a token: up to 5,000 items, a mask takes milliseconds, or a tenth of a second for a very
+ambiguous text; with 50,000 items it would take seconds. A schema of 490 properties needs over 3,000
+items. Error messages leave out the parser's state, because they go to clients."""
 BLOCK = 256
-"""Number of tokens compared at once."""
+"""Number of tokens that are compared at once."""
 
 
 class GrammarConstraint:
-    """A :class:`~eesd.runtime.request.Constraint` by a grammar of llguidance.
+    """A :class:`~eesd.runtime.request.Constraint` that follows a grammar of llguidance.
 
     One matcher serves the committed tokens and every drafted path: it is rolled back to the prefix
-    that the new tokens share with the last ones. EOS is allowed where the grammar may end. After
-    the end, and after tokens that the grammar does not allow, only EOS is allowed.
+    that the new tokens share with those it has read. EOS is allowed where the grammar may end.
+    After the end, and after tokens that the grammar does not allow, only EOS is allowed.
 
     Attributes:
-        grammar: The given grammar. Another process can make an equal constraint from it.
+        grammar: The grammar, from which another process can make an equal constraint.
         ignored: The keywords of a JSON schema that the grammar does not follow.
 
     Args:
         grammar: A grammar made by llguidance's ``grammar_from``.
         vocabulary: The model's tokens.
         eos: The tokens that end a text.
-        json: Tokens to avoid in JSON; None: the grammar alone decides.
+        json: Tokens to avoid in JSON; None if only the grammar decides.
 
     Raises:
         EESDError: The grammar has a mistake, or exceeds a limit.
@@ -77,7 +77,7 @@ class GrammarConstraint:
         """The tokens that the matcher has read."""
         self._json = json
         self._places = [Place()]
-        """Places in the JSON, before the first token and after each token."""
+        """Places in the JSON text: before the first token, and after each token."""
         if self._matcher.is_error():
             raise EESDError(
                 f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
@@ -86,14 +86,14 @@ class GrammarConstraint:
         self.ignored = frozenset(ignored_by(self._matcher.get_grammar_warnings()))
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """The tokens [V] that may follow ``tokens``; at least one.
+        """Mask [V] of the tokens that may follow ``tokens``, at least one.
 
         Raises:
             ConstraintError: The grammar exceeds a limit, or nothing can follow.
         """
         if not self._read(tokens):
             return self._only_eos.copy()
-        bits = self._matcher.compute_bitmask()  # may find out that nothing can follow
+        bits = self._matcher.compute_bitmask()  # may fail because nothing can follow
         self._check()
         mask = np.unpackbits(
             np.frombuffer(bits, np.uint8), count=self._size, bitorder="little"
@@ -106,15 +106,15 @@ class GrammarConstraint:
         return self._json.without(mask, self._places[-1]) if self._json else mask
 
     def _fits(self, token: int) -> bool:
-        """Whether the only token of a mask may follow. (Where no token may follow, llguidance's
-        mask still has a token.)"""
+        """Whether the only token of a mask may follow. (If no token may follow, llguidance's mask
+        still has one.)"""
         if token in self._eos:
             return self._matcher.is_accepting() or self._matcher.stop_reason() == "EndOfSentence"
         return bool(self._matcher.validate_tokens([token]))
 
     def forced(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that spell the text that must follow. Other tokens may spell it,
-        too: the verifier decides.
+        """At most ``most`` tokens that spell the text that must follow. Other tokens may spell
+        the same text; the verifier decides.
 
         Raises:
             ConstraintError: The grammar exceeds a limit.
@@ -147,8 +147,8 @@ class GrammarConstraint:
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
-        """Raise if the matcher has failed. A failed matcher reads nothing more, and reports itself
-        as stopped, as at the end of a text."""
+        """Raise if the matcher has failed. A failed matcher reads no more tokens, and reports that
+        it has stopped, as at the end of a text."""
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
             raise ConstraintError(
@@ -157,7 +157,7 @@ class GrammarConstraint:
 
 
 def _shared(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     at = 0
     end = min(len(first), len(second))
     while at < end and first[at : at + BLOCK] == second[at : at + BLOCK]:
@@ -168,7 +168,7 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 class _Tokens:
-    """The bytes of all tokens in a stream's text, in the form that llguidance requires."""
+    """The bytes that each token adds to a text, in the form that llguidance requires."""
 
     def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
         self.eos_token_id = eos
@@ -178,8 +178,8 @@ class _Tokens:
             token for token in sorted(added) if added[token].special and token < size
         ]
         of = TokenBytes(codec)
-        # Decoders drop a space at the start of a text. An answer is not at the start: it follows
-        # the prompt.
+        # Decoders drop a space at the start of a text. An answer follows the prompt, so it is not
+        # at the start.
         letter = next((token for token in range(size) if of.added(token, None).isalpha()), None)
         self.tokens = [of.added(token, letter) for token in range(size)]
         for token in self.special_token_ids:
@@ -206,7 +206,8 @@ _making = Lock()
 
 
 def vocabulary_of(llm: LLM) -> Vocabulary:
-    """The model's tokens. Made once per model: it takes a fraction of a second.
+    """The model's tokens in llguidance's form. Made once per model, because this takes a fraction
+    of a second.
 
     Raises:
         EESDError: The model has no tokenizer, or llguidance cannot use the tokenizer.
@@ -239,7 +240,7 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
             texts), or ``grammar``.
         value: The allowed text, in the form of ``kind``.
         llm: The model.
-        lenient: Ignore keywords of a JSON schema that are not supported, instead of refusing the
+        lenient: Whether to ignore unsupported keywords of a JSON schema instead of refusing the
             schema.
 
     Raises:
@@ -260,7 +261,7 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
         EESDError: The grammar has a mistake, or exceeds a limit.
     """
     vocabulary = vocabulary_of(llm)
-    # A schema of a request, not a user's grammar.
+    # Such a grammar was made from a JSON schema, not written by a user.
     json_tokens = vocabulary.json if OPTIONS in grammar else None
     return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
@@ -316,7 +317,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _schema(value: Any) -> dict[str, Any] | bool:
-    """A JSON schema. It is written and parsed, so that deep nesting is refused."""
+    """A JSON schema. It is written as JSON and parsed again, so that deep nesting is refused."""
     remedy = "give a JSON schema"
     try:
         text = value if isinstance(value, str) else json.dumps(value)

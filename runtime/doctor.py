@@ -1,4 +1,5 @@
-"""``eesd-doctor``: what is installed, what can run here, and what to install for the rest."""
+"""``eesd-doctor``: report the installed packages, the jobs that this machine can run, and the
+packages that other jobs need."""
 
 import json
 from pathlib import Path
@@ -36,7 +37,7 @@ PACKAGES = (
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
-"""Names, and the extras that install them; "" for packages of every installation."""
+"""Names of packages, and of the extras that install them; "" for packages of every installation."""
 
 
 @cli.command()
@@ -67,7 +68,8 @@ def main(engine_dir: Path | None, as_json: bool) -> None:
 
 
 def engines(directory: Path) -> dict[str, str]:
-    """Whether a directory's logits have the same bits here for every number of tokens per call."""
+    """Whether a directory's logits have the same bits on this machine for every number of tokens
+    per call."""
     manifest = load_manifest(directory)
     opened = open_engines(directory, manifest, EngineOptions("auto", None, draft=False))
     exactness = Exactness(manifest)
@@ -125,7 +127,7 @@ def jobs() -> dict[str, str]:
 
 
 def _cache() -> str:
-    """Where ``--model`` exports to."""
+    """The directory to which ``--model`` exports."""
     place = user_cache()
     return (
         "none: this user has no home; set EESD_CACHE_DIR"
@@ -163,7 +165,7 @@ def _ort_gpu_lacks() -> str:
 
 
 def _operators() -> str:
-    """The operator kernels for this processor, or why there are none and what to do."""
+    """The operator kernels for this processor; if there are none, the reason and the remedy."""
     if onnxruntime_problem():
         return "no: they run in ONNX Runtime"
     from eesd.runtime.engines import operators
@@ -183,17 +185,18 @@ def _operators() -> str:
 
 
 def _tensorrt(flavour: str) -> str:
-    """Version of a flavour; "" if it is not installed."""
+    """Version of a flavour of TensorRT; "" if it is not installed."""
     try:
         return library_version(flavour)
     except ModuleNotFoundError:
         return ""
-    except (ImportError, OSError) as error:  # its module loads shared libraries
+    except (ImportError, OSError) as error:  # the module loads shared libraries
         return f"cannot be loaded: {error}"
 
 
 def _plans_lack(flavour: str, *others: str) -> str:
-    """The missing packages for plans of a flavour: the library, and ``others``."""
+    """The packages that plans of a flavour need and that are missing: its library, and
+    ``others``."""
     version = _tensorrt(flavour)
     remedy = pip_install(flavour)
     if version.startswith("cannot"):

@@ -1,7 +1,7 @@
-"""EESD inside a service that already runs TensorRT, on the service's own engines, contexts, stream
+"""Run EESD inside a service that already uses TensorRT, on the service's engines, contexts, stream
 and memory.
 
-Nothing global is changed.
+No global state is changed.
 """
 
 import os
@@ -32,25 +32,25 @@ class Host:
 
     Attributes:
         verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
-        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode
+        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None to decode
             plainly.
-        make_context: Gives an execution context of an engine, without memory
+        make_context: Returns an execution context of an engine, without memory
             (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this
             context. EESD calls the function for each node count and number of slots that attention
-            reads, while the engine's device is current. For TensorRT-RTX it must ask for
+            reads, while the engine's device is current. For TensorRT-RTX the context must use
             ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
-            fallback kernels of a lazy context, and should give all contexts of an engine one
-            runtime cache, because each would compile the engine's kernels again.
+            fallback kernels of a lazy context. All contexts of an engine should share a runtime
+            cache; without it, each compiles the engine's kernels again.
         stream: The CUDA stream for all work, or one for each stage of verify; stages on one device
             share its stream. It must not be the default stream. An int is the ``cudaStream_t`` of
             another library on the current device.
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the
             stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
             ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]. Or a
-            function that makes them for B sequences: called for each session opened while others
-            are open and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once
-            with 1 for prompts. Default: allocate with torch.
-        scratch: Memory that execution contexts work in, at least the largest
+            function of B that returns such memory for B sequences. It is called for each session
+            that is opened while others are open; :class:`~eesd.runtime.batch.service.Service` calls
+            it for the rows, and once with B = 1 for prompts. Default: allocate with torch.
+        scratch: Working memory of the execution contexts, at least the largest
             ``device_memory_size_v2`` of the engines: one tensor, or one for each stage. Default:
             allocate with torch.
     """
@@ -130,8 +130,8 @@ def _stream(lent: Any) -> torch.cuda.Stream:
 def open_host_engines(
     manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None
 ) -> Engines:
-    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that
-    of the first."""
+    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in the
+    stream of the first stage."""
     source = _HostEngines(manifest, host)
     draft = host.draft is not None
     verify, drafter = open_tensorrt(
@@ -159,7 +159,7 @@ class _HostEngines:
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every engine of verify takes in one call."""
+        """Number of prompt tokens that every engine of verify takes in one call."""
         return int(
             min(
                 engine.get_tensor_profile_shape("position_ids", 1)[2][1]
@@ -169,7 +169,7 @@ class _HostEngines:
 
     @property
     def max_batch(self) -> int:
-        """Sequences that every engine takes in one call that decodes."""
+        """Number of sequences that every engine takes in one decoding call."""
         return int(
             min(
                 engine.get_tensor_profile_shape("position_ids", 0)[2][0]
@@ -199,4 +199,4 @@ class _HostEngines:
         return context
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Do nothing: the host saves its own kernels."""
+        """Do nothing: saving kernels is left to the host."""

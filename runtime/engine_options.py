@@ -1,4 +1,4 @@
-"""Choice of a command's engine directory: a given directory, or that of a model, which is exported
+"""Choose a command's engine directory: the given directory, or that of a model, which is exported
 on first use."""
 
 from pathlib import Path
@@ -36,8 +36,8 @@ engine_options = cli.options(
 
 
 def engine_dir_of(options: dict[str, Any]) -> Path:
-    """The engine directory that a command's options name. A model's directory is made if it is not
-    in the cache.
+    """The engine directory that a command's options name. If they name a model that is not in the
+    cache, it is exported.
 
     Raises:
         EESDError: The options name no directory or two, or the model cannot be exported.
@@ -55,7 +55,7 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
                 "already; leave it out."
             )
         context = click.get_current_context()
-        # An environment variable is for other commands, too.
+        # An environment variable may be meant for other commands.
         if context.get_parameter_source("cache_dir") is ParameterSource.COMMANDLINE:
             raise EESDError("--cache-dir is for --model; leave it out.")
         return directory

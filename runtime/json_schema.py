@@ -1,8 +1,8 @@
-"""JSON schemas for llguidance: keywords without effect are removed, and schemas that cannot be
-followed are refused, with the place of the problem.
+"""Prepare JSON schemas for llguidance: remove keywords without effect, and refuse schemas that
+cannot be followed, with the place of the problem.
 
-JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m lab.schemas``
-runs its test suite.
+Schemas follow JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m
+lab.schemas`` runs its test suite.
 """
 
 import json
@@ -20,11 +20,11 @@ from eesd.common.errors import EESDError
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """Blanks in JSON: at most one after ``,`` and ``:``. A model that may write endless blanks
-sometimes does."""
+sometimes does so."""
 OPTIONS = "x-guidance"
 """Key of llguidance's options in a schema."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are schemas by name."""
+"""Keywords whose values map names to schemas."""
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _SINGLE = (
@@ -49,29 +49,30 @@ _COUNTS = (
     "maxContains",
 )
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
-"""Pattern of times. The format allows endless digits, and some models write them."""
+"""Pattern that limits the digits of times. The format allows endless digits, and some models write
+them."""
 _TRIALS = 200
 """Maximum number of schemas that are read to find the place of a mistake."""
 _MOST_CASES = 32
 """Maximum number of cases into which the keywords of a schema and its outer schemas split it. The
 grammar contains every case."""
 _MOST_NAMES = 16
-"""Maximum number of a pattern's names that are listed as properties, besides those already listed.
-Listed names come in order, which a long list should not prescribe."""
+"""Maximum number of names matching a pattern that are listed as properties, in addition to
+properties already listed. Listed names come in order, which should not be imposed on many names."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
 """Patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
 """Keywords, besides the properties, that decide whether llguidance can count keys."""
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
-"""Keywords by the first word of a warning that does not quote them."""
+"""For warnings that do not quote keywords: the keywords, by the first word of the warning."""
 _Cases = tuple[Collection[str], list[list[Any]]]
-"""Keywords, and their meaning as lists of cases."""
+"""Keywords, and lists of cases that express their meaning."""
 _APPLICATORS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependentSchemas", "dependencies", "contains"),
 )
-"""Keywords that can evaluate properties or items, besides those that list them."""
+"""Keywords that can evaluate properties or items, in addition to those that list them."""
 
 
 class Bytes:
@@ -96,14 +97,14 @@ def read_schema(
 
     Args:
         schema: The schema, which is plain JSON.
-        lenient: Whether to ignore unsupported keywords instead of refusing them. llguidance ignores
-            further keywords: :func:`ignored_by`.
+        lenient: Whether to ignore unsupported keywords instead of refusing them. :func:`ignored_by`
+            finds further keywords, which llguidance ignores.
         place: Names that lead to the schema, for messages.
 
     Raises:
         EESDError: The schema cannot be followed. The message names the place.
     """
-    for split in (_MOST_CASES, 1):  # with cases a grammar may become too large
+    for split in (_MOST_CASES, 1):  # if cases are split, the grammar may become too large
         ignored = set[str]() if lenient else None
         ready = _prepared(schema, ignored, place, split)
         grammar, mistake = _read(ready, lenient)
@@ -122,18 +123,19 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
 
 
 def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: int) -> Any:
-    """A schema without keywords that change nothing, and with the others in llguidance's terms.
+    """A schema without keywords that change nothing, and with the others in a form that llguidance
+    supports.
 
     Args:
         schema: The schema.
         ignored: Receives the names of keywords that are left out because they cannot be followed;
-            None: leave out no keyword.
+            None to leave out no keyword.
         place: Names that lead to the schema.
         split: Maximum number of cases into which keywords unknown to llguidance may split the
-            schema. The numbers of all levels multiply.
+            schema. The numbers of nested schemas multiply.
 
     Raises:
-        EESDError: The schema requires several open keys. Texts could repeat the same key.
+        EESDError: The schema requires several open keys, so that a text could repeat the same key.
     """
     if not isinstance(schema, dict):
         return schema
@@ -184,8 +186,8 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], spl
 
 
 def _close_evaluated(schema: dict[str, Any]) -> None:
-    """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` where no other keyword can
-    evaluate their properties or items."""
+    """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` if no other keyword can evaluate
+    properties or items."""
     if any(key in schema for key in _APPLICATORS) or isinstance(schema.get("items"), list):
         return
     for key, plain in zip(_UNEVALUATED, ("additionalProperties", "items"), strict=True):
@@ -201,8 +203,8 @@ def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def _list_names(schema: dict[str, Any]) -> None:
-    """List the names of patterns that match few names. Each listed key comes once, so the object
-    ends when all have come. Where every name is forbidden, no key may begin."""
+    """List the names of patterns that match few names as properties. A listed key comes only once,
+    so the object ends when all have come. If every name is forbidden, no key is allowed."""
     known = isinstance(schema.get("properties", {}), dict)
     if not known or not isinstance(schema.get("patternProperties"), dict):
         return
@@ -223,8 +225,8 @@ def _list_names(schema: dict[str, Any]) -> None:
 
 @lru_cache(1000)
 def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
-    """The names that match a pattern; None if there are more than ``most``, or the pattern cannot
-    be read."""
+    """The names that match a pattern; None if there are more than ``most`` names, or if the pattern
+    cannot be read."""
     grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
     if mistake:
         return None
@@ -254,13 +256,13 @@ def _required(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _without(names: Sequence[str]) -> dict[str, Any]:
-    """The schema of objects without some keys."""
+    """The schema of objects that have none of these keys."""
     return {"properties": dict.fromkeys(names, False)}
 
 
 def _split_cases(schema: dict[str, Any], most: int) -> int:
-    """Write rules for keys as lists of cases; one case of each list holds. Returns the maximum
-    number of cases for the inner schemas."""
+    """Replace rules for keys by lists of cases, of which at least one must hold in each list.
+    Returns the maximum number of cases that is left for the inner schemas."""
     rules = schema.get("allOf", [])
     if not isinstance(rules, list):
         return most
@@ -285,7 +287,7 @@ def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
-    """The rules for the number of keys, as cases of optional properties that come."""
+    """The rules for the number of keys: a case for each allowed set of optional properties."""
     counts = {key: schema[key] for key in schema.keys() & _KEY_COUNTS}
     optional = _optional(schema)
     required = _required(schema)
@@ -293,7 +295,7 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     whole = all(isinstance(count, int) for count in counts.values())
     if not (counts and whole and few) or schema.get("type") != "object":
         return
-    # At most one open key may come, too: two could be equal.
+    # At most one open key may come in addition, because two could be equal.
     least = counts.get("minProperties", 0) - _is_open(schema)
     most = counts.get("maxProperties", inf)
     cases = [
@@ -311,7 +313,7 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Whether keys that are not listed may come."""
+    """Whether keys that are not listed are allowed."""
     return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
 
 
@@ -339,7 +341,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a schema means the same without a keyword."""
     if key == "format":
-        # 2020-12, 7.2.1: an annotation.
+        # An unknown format is only an annotation (2020-12, 7.2.1).
         return isinstance(value, str) and not _is_known_format(value)
     if key == "propertyNames":
         return value is True or (isinstance(value, dict) and value in ({}, {"type": "string"}))
@@ -362,8 +364,8 @@ def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
-    """Whether two keys that are not listed must come. The grammar counts members, but a reader
-    keeps only one of several equal keys."""
+    """Whether at least two keys that are not listed are required. They could be equal: the grammar
+    counts members, but a reader keeps only one of several equal keys."""
     kinds = schema.get("type")
     least = schema.get("minProperties")
     is_object = (
@@ -382,7 +384,7 @@ def _pattern(text: str) -> str:
 
 def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     """A schema without patterns that cannot be read, such as those with look-ahead, and without
-    counts that cannot be enforced. Their names are added to ``ignored``."""
+    counts that cannot be enforced. The names of these keywords are added to ``ignored``."""
     found = dict(schema)
     if (counts := found.keys() & _KEY_COUNTS) and (optional := _optional(found)):
         shape: dict[str, Any] = {key: found[key] for key in found.keys() & _SHAPE}
@@ -411,12 +413,12 @@ def _is_readable(pattern: str) -> bool:
 
 
 def options_of(lenient: bool) -> Any:
-    """A schema's value for :data:`OPTIONS`."""
+    """The value of :data:`OPTIONS` in a schema."""
     return {**ONE_LINE, "lenient": lenient}
 
 
 def _read(schema: Any, lenient: bool) -> tuple[str, str]:
-    """The grammar of a schema, and its mistake; "" if there is no mistake."""
+    """The grammar of a schema, and the message about its mistake; "" if it has none."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), overrides=options_of(lenient)
@@ -427,7 +429,7 @@ def _read(schema: Any, lenient: bool) -> tuple[str, str]:
 
 
 def _place(schema: Any, mistake: str, lenient: bool) -> tuple[str, ...]:
-    """The place of a mistake: the innermost schema that has it alone."""
+    """The place of a mistake: the innermost schema that has the mistake by itself."""
     place: tuple[str, ...] = ()
     shared = {
         key: schema[key]
@@ -456,13 +458,13 @@ def _shown(place: tuple[str, ...]) -> str:
 
 def _refusal(place: tuple[str, ...], mistake: str) -> EESDError:
     where = f"{_shown(place)}: " if place else ""
-    mistake = mistake.partition(". Enable")[0]  # the library's own option
+    mistake = mistake.partition(". Enable")[0]  # about an option of the library
     remedy = 'leave that out, or give response_format or the tool without "strict": true'
     return EESDError(f"The JSON schema cannot be used: {where}{mistake}; {remedy}.")
 
 
 def sentence(message: str) -> str:
-    """A message of llguidance in one line, without the excerpt of the grammar."""
+    """A message of llguidance as one line, without its excerpt of the grammar."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     text = next(
         (line for line in reversed(lines) if line.startswith("error:")),

@@ -1,12 +1,12 @@
 """Tokens to avoid in JSON, although the grammar allows them.
 
-* Letters as ``\\uXXXX``. A schema's grammar compares keys by their spelling, so ``"\\u0061"`` would
-  be a different key from ``"a"``, with a value of any type. Half a surrogate pair would not even be
-  text.
+* Letters written as ``\\uXXXX``. A schema's grammar compares keys by their spelling, so
+  ``"\\u0061"`` would be another key than ``"a"``, and could have a value of any type. Half a
+  surrogate pair would not even be text.
 * Endless digits. Each part of a number has at most :data:`DIGITS` digits: enough to tell 64-bit
   floats apart, and too few for an infinite number.
 
-Both stay allowed where nothing else may come.
+Both remain allowed where nothing else is.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,14 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
 OUTSIDE, INSIDE, ESCAPED = range(3)
-"""Outside strings, inside a string, and after a backslash in a string."""
+"""Modes: outside strings, inside a string, and after a backslash in a string."""
 DIGITS = {"integer": 40, "fraction": 17, "exponent": 2}
 """Maximum number of digits in each part of a number."""
 
 
 class Place(NamedTuple):
-    """The state at the end of a text: in or out of a string, the part of a number, and the number
-    of digits in that part."""
+    """The state at the end of a text: its mode, the part of a number that it is in, and the number
+    of digits of that part so far."""
 
     mode: int = OUTSIDE
     part: str = ""
@@ -83,7 +83,7 @@ class JSONTokens:
 
 
 def _spells(mode: int, data: bytes) -> bool:
-    """Whether a token writes ``\\u``, or its ``u``, if the token begins in this mode."""
+    """Whether a token that begins in this mode writes ``\\u``, or the ``u`` of one."""
     if mode == ESCAPED and data[:1] == b"u":
         return True
     at = data.find(b"\\u")

@@ -48,7 +48,8 @@ LOGGER = logging.getLogger(__name__)
 GREEDY = Sampling()
 SPECULATION = Speculation()
 GENERATION_CONFIGS = ("auto", "none")
-"""Whether the sampling options of ``generation_config.json`` are used."""
+"""Values of ``generation_config``: whether to use the sampling options of
+``generation_config.json``."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Piece:
 
     Attributes:
         text: The text that became certain with it; may be empty.
-        token: Its id. None in a last piece, whose text was held back for a stop string that did not
-            come.
-        from_draft: Whether the draft proposed it. False: it is the verifier's bonus token.
+        token: Its id. None in a last piece with text that was held back because it could have begun
+            a stop string.
+        from_draft: Whether a drafter proposed it. If not, it is the verifier's bonus token.
         logprob: Log-probability, if requested.
     """
 
@@ -107,7 +108,7 @@ class Options(TypedDict, total=False):
 
 
 def completion_of(updates: Sequence[Update], request: Request) -> Completion:
-    """A request's completion from all its updates; the last update has the finish reason."""
+    """The completion of a request from all its updates, the last of which has the finish reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
     prompt = next(
@@ -146,25 +147,26 @@ def load(
     Args:
         engine_dir: The directory.
         backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
-        speculation: How to draft. None: decode plainly, without a draft engine. The drafter
-            ``text`` loads none either.
+        speculation: How to draft. None decodes plainly, without a draft engine. The drafter
+            ``text`` does not load a draft engine, either.
         threads: CPU threads of an engine; default: the processors of this process, one fewer if
             there are more than four.
-        generation_config: ``auto`` takes the sampling options of the model's
-            ``generation_config.json`` where a request gives none; ``none`` does not.
+        generation_config: ``auto`` uses the sampling options of the model's
+            ``generation_config.json`` for requests without sampling options; ``none`` does not.
         exact: Whether drafting must not change any bit of a logit, also in trees and on a GPU; see
-            :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: where that costs little.
-            Without it, requests of a batch on a GPU may change each other's last bits.
-        activations: ``int8`` or ``float32``: type of the activations that multiply quantized
-            weights on the CPU. Default: int8.
-        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. Default:
-            float32.
+            :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
+            little. If False, requests of a batch on a GPU may change each other's last bits.
+        activations: ``int8`` or ``float32``: type of the activations that are multiplied by
+            quantized weights on the CPU. Default: int8.
+        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU.
+            Default: float32.
         prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
             A ``Service`` has a separate limit.
-        plain_content: Text of chat messages that spells a special token is tokenized as plain text,
-            so that it can end no turn and begin none. A template for which this cannot be done is
-            refused.
-        nvtx: Mark prefill, draft, verify and accept as NVTX ranges, which Nsight Systems shows.
+        plain_content: Whether text of chat messages that spells a special token is tokenized as
+            plain text, so that it can neither end nor begin a turn. Templates for which this is
+            impossible are refused.
+        nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges, which Nsight Systems
+            shows.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
@@ -185,7 +187,7 @@ def load(
         LOGGER.warning("%s", engines.notice)
     default = models_sampling(manifest) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
-    release_freed_memory()  # temporary memory of packing weights and reading the tokenizer
+    release_freed_memory()  # temporary memory for packing weights and reading the tokenizer
     return llm
 
 
@@ -209,16 +211,15 @@ def models_sampling(manifest: Manifest) -> Sampling:
 class LLM:
     """A model ready to generate. Any thread may use it: calls wait for each other's rounds.
 
-    The controller and the guard live as long as the LLM, so one request benefits from the earlier
-    ones.
+    The controller and the guard live as long as the LLM, so requests benefit from earlier requests.
 
     Attributes:
         manifest: The engine directory's manifest.
-        default_sampling: For requests that give none.
+        default_sampling: Sampling options of requests that give none.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
         speculation: The options of drafting; None decodes plainly.
-        drafting: The drafters of all requests except those with rejection sampling.
+        drafting: The drafters that all requests use, except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
         observer: Called with each round's tokens and logits; see
             :data:`~eesd.runtime.decoding.sequence.Observer`. Set by the user.
@@ -239,7 +240,8 @@ class LLM:
         self.manifest = manifest
         self.engines = engines
         self.default_sampling = default_sampling
-        # Read now: later the directory may have been exported again, with another tokenizer.
+        # These are read now because the directory may later be exported again with another
+        # tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         has_tokenizer = (directory / "tokenizer.json").exists()
         self._codec = (
@@ -263,7 +265,7 @@ class LLM:
             )
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
-        """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is
+        """An LLM that drafts in another way with this LLM's engines and KV caches. Nothing is
         loaded again.
 
         Its controller and guard are new. Raises :class:`EESDError` if the tree is too wide.
@@ -309,7 +311,7 @@ class LLM:
     def request(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]
     ) -> Request:
-        """A request, as :meth:`generate` makes it: for :meth:`run`, or for a service.
+        """Make a request for :meth:`run` or for a service, as :meth:`generate` does.
 
         Raises:
             EESDError: The prompt or an option cannot be used.
@@ -337,8 +339,8 @@ class LLM:
     ) -> Iterator[Session]:
         """A :class:`Session` that the caller drives round by round.
 
-        Its cache returns to the LLM after the ``with`` block, and the session cannot be used any
-        more.
+        After the ``with`` block, its cache returns to the LLM, and the session can no longer be
+        used.
 
         Raises:
             EESDError: The prompt or an option cannot be used.
@@ -351,7 +353,7 @@ class LLM:
 
     @contextmanager
     def _running(self, generation: Generation) -> Iterator[Session]:
-        """A request that runs alone."""
+        """The session of a request that runs alone."""
         with self.lock:
             self._settle()
             if not self._idle:
@@ -364,8 +366,8 @@ class LLM:
         try:
             yield session
         finally:
-            # This also runs when an abandoned generator is collected, anywhere and in any thread.
-            # So it must not wait for a lock.
+            # This also runs when an abandoned generator is garbage-collected, at any moment and in
+            # any thread, so it must not wait for a lock.
             session.close()
             self._ended.append((session, self.prefixes))
         with self.lock:
@@ -407,12 +409,13 @@ class LLM:
         """Generate until EOS, a stop string, ``max_new_tokens``, the deadline, or the end of the
         cache.
 
-        The tokens are the same with and without drafting: always when greedy or ``coupled``, in
+        The tokens are the same with and without drafting: exactly if greedy or ``coupled``, and in
         distribution with ``rejection``.
 
         Args:
             prompt: Text, chat messages, or token ids.
-            sampling: Default: that of the model's ``generation_config.json``, or greedy.
+            sampling: Sampling options. Default: those of the model's ``generation_config.json``, or
+                greedy.
             options: See :class:`Options`.
 
         Raises:
@@ -449,7 +452,7 @@ class LLM:
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings to stop before; a single string counts as one stop string, not as letters."""
+    """The strings to stop before. A single string is one stop string, not a sequence of letters."""
     if isinstance(stop, str):
         return (stop,)
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):

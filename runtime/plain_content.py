@@ -1,10 +1,10 @@
-"""Chat messages whose text cannot write special tokens: ``<|im_end|>`` in a message becomes
-letters, and does not end a turn.
+"""Read chat messages so that their text cannot write special tokens: ``<|im_end|>`` in a message
+becomes letters, and does not end a turn.
 
-A template may trim, split or inspect a content, so it must see the content nearly unchanged. A mark
-is inserted into each special token that a message spells, so that the tokenizer does not recognize
-it. All special tokens that remain in the rendered text are the template's. A second tokenizer,
-whose normalizer drops the marks, reads the text for the model.
+A template may trim, split or inspect the content, so it must see the content nearly unchanged. A
+mark is inserted into each special token that a message spells, so that the tokenizer does not
+recognize it. So all special tokens that the tokenizer finds in the rendered text come from the
+template. A second tokenizer, whose normalizer drops the marks, reads the text for the model.
 """
 
 import json
@@ -37,7 +37,7 @@ class PlainContent:
         encode: Encodes a text with a tokenizer, without adding special tokens.
 
     Raises:
-        EESDError: The tokenizer has no special tokens, or they cannot be kept apart from text.
+        EESDError: The tokenizer has no special tokens, or they cannot be distinguished from text.
     """
 
     def __init__(self, tokenizer: Tokenizer, encode: Callable[[str, Tokenizer], Encoding]) -> None:
@@ -60,8 +60,8 @@ class PlainContent:
         self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
-        """Raise :class:`EESDError` unless the template ends each turn with a special token. Without
-        it, any text can end a turn."""
+        """Raise :class:`EESDError` unless the template ends each turn with a special token. If not,
+        any text could end a turn."""
         turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [
             {"role": "user", "content": _LAST}
         ]
@@ -90,14 +90,14 @@ class PlainContent:
         spells a special token.
 
         Raises:
-            EESDError: ``render`` raises it, or the template makes a special token that no text
-                spells.
+            EESDError: ``render`` raises it, or the template makes a special token of texts that do
+                not spell one.
         """
         given = (messages, tools)
         text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
         found = self._tokens(text)
-        # No special token can begin in these texts, whatever the template does to them. But the
-        # template sees changed texts.
+        # No special token can begin in these texts, whatever the template does to them. The
+        # template then sees changed texts, so the result serves only as a reference.
         safe = _each_text(given, lambda text: self._first.sub(_broken, text))
         reference = text if safe == _each_text(given, str) else render(*safe)
         written = [text[start:end] for start, end in found]
@@ -121,7 +121,7 @@ class PlainContent:
         encoding = self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name = self._special.get(token)
-            # If not found, the token stands for an unknown letter.
+            # If the name is not found, the token stands for an unknown letter.
             if name is not None and (at := text.find(name, start, end)) >= 0:
                 found.append((at, at + len(name)))
         return found
@@ -132,8 +132,8 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
-    """A tokenizer that looks for special tokens, drops the marks, and makes no special token of
-    the remaining letters; and the token for unknown letters."""
+    """A tokenizer that looks for special tokens first, then drops the marks, and makes no special
+    token of the letters that remain; and the token for unknown letters."""
     document = json.loads(tokenizer.to_str())
     special = [added for added in document["added_tokens"] if added["special"]]
     for added in special:

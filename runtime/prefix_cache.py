@@ -1,5 +1,5 @@
-"""Keys and values of earlier texts, for requests that begin alike: system prompts, and
-conversations that go on."""
+"""Keys and values of earlier texts, kept for requests that begin alike, such as those with a system
+prompt or in a conversation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from itertools import count
 from eesd.runtime.engines.base import Values
 
 BLOCK = 32
-"""Tokens that are kept together."""
+"""Number of tokens whose keys and values are kept together."""
 Key = tuple[int | str, ...]
-"""The tokens of a block; in the first block of a text, the salt comes before them."""
+"""The tokens of a block, after the salt in the first block of a text."""
 
 
 @dataclass(eq=False)
@@ -25,15 +25,15 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, bounded in bytes; the least recently used blocks are dropped first, ends
-    before beginnings.
+    """A tree of blocks, bounded in bytes. The least recently used blocks are dropped first, and
+    those at the end of a text before those at its beginning.
 
-    A token's keys and values have the same bits however its text was split into calls, so a request
-    that takes them from the cache gets the same tokens as without it.
+    A token's keys and values have the same bits whichever way its text was split into calls, so a
+    request that takes them from the cache gets the same tokens as without the cache.
 
     Attributes:
-        queries: Tokens of all prompts that were looked up.
-        hits: Tokens that were found.
+        queries: Number of tokens of all prompts that were looked up.
+        hits: Number of these tokens that were found.
         bytes_used: Bytes of the keys and values that are kept.
     """
 
@@ -53,8 +53,8 @@ class PrefixCache:
         Args:
             tokens: The text.
             salt: Only texts added with the same salt are found.
-            taken: Tokens that an earlier call found, whose blocks are left out; None: this is the
-                first call for this text.
+            taken: Number of tokens that an earlier call found; their blocks are left out. None in
+                the first call for this text.
         """
         found = []
         block = self._root
@@ -79,7 +79,7 @@ class PrefixCache:
         """Keep the keys and values of a text.
 
         Args:
-            tokens: The text's tokens whose keys and values are computed.
+            tokens: The text's tokens whose keys and values have been computed.
             read: Returns the keys and values of slots ``start`` to ``stop - 1``, [L+E, 2, KV, n,
                 D]. They are copied.
             salt: See :meth:`find`.
@@ -100,7 +100,8 @@ class PrefixCache:
             block = following
 
     def _make_room(self, size: int, now: int) -> bool:
-        """Drop blocks until ``size`` bytes are free; False if only blocks in use now could go."""
+        """Drop blocks until ``size`` bytes are free; False if only blocks used at the time ``now``
+        are left to drop."""
         while self.bytes_used + size > self._capacity:
             ends = [
                 block

@@ -1,4 +1,4 @@
-"""Requests to the batch, and the updates it returns."""
+"""Requests to the batch, and the updates that it returns."""
 
 import logging
 import threading
@@ -34,23 +34,24 @@ class ConstraintError(EESDError):
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, for constrained output. One object serves one request, in the thread
-    of the batch."""
+    """Decides which tokens may follow, for constrained output. An object serves one request, in the
+    thread of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow these new tokens (without the prompt); None allows all.
+        """Mask [V] of the tokens that may follow these new tokens (without the prompt); None allows
+        all.
 
         Raises:
-            ConstraintError: The constraint cannot tell. The request ends with this error.
+            ConstraintError: The constraint cannot decide. The request ends with this error.
         """
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft
-        without cost. May be empty.
+        """At most ``most`` tokens that must follow because no others are allowed: a draft without
+        cost. May be empty.
 
         Raises:
-            ConstraintError: The constraint cannot tell. The request ends with this error.
+            ConstraintError: The constraint cannot decide. The request ends with this error.
         """
         ...
 
@@ -61,22 +62,22 @@ class Request:
 
     Attributes:
         tokens: The prompt's ids.
-        sampling: How tokens are chosen. Without a seed the request draws one, and keeps it.
-        max_new_tokens: Most tokens to generate.
-        stop: Strings to stop before; they need a tokenizer. One that is a special token ends the
-            text where that token comes.
-        stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
-        draft: False decodes plainly.
-        ignore_eos: Do not stop at EOS.
-        min_tokens: Minimum number of new tokens before EOS, unless the constraint allows nothing
-            else. Stop strings do not end the text before it.
+        sampling: Sampling options. If they have no seed, the request draws a seed and keeps it.
+        max_new_tokens: Maximum number of tokens to generate.
+        stop: Strings to stop before; they need a tokenizer. A string that is the name of a special
+            token ends the text at that token.
+        stop_token_ids: Tokens that end the text as EOS does, even with ``ignore_eos``.
+        draft: Whether to draft. False decodes plainly.
+        ignore_eos: Whether to go on after EOS.
+        min_tokens: Minimum number of new tokens before EOS, unless the constraint allows only EOS.
+            Stop strings do not end the text earlier, either.
         logprobs: Number of alternatives to report with each token's log-probability under the
             model. None disables log-probabilities.
-        prompt_logprobs: The same for the tokens of the prompt, except the first.
+        prompt_logprobs: The same number for the tokens of the prompt, except the first.
         seconds: Deadline in seconds. The request returns the tokens that it has by then.
-        constraint: Restricts the tokens.
+        constraint: Restricts the tokens that may follow.
         salt: Keys and values kept from a request serve only requests with the same salt.
-            A user with another salt cannot infer, by time or by ``cached_tokens``, whether a text
+            So a user with another salt cannot infer from times or ``cached_tokens`` whether a text
             was seen before.
 
     Raises:
@@ -139,7 +140,7 @@ def check_lengths(least: int, most: int) -> None:
 @dataclass(frozen=True)
 class TokenLogprob:
     """A token's log-probability under the model (before temperature and filters), and the most
-    likely tokens in its place, best first. None for the first token of a prompt."""
+    likely tokens in its place, best first. A prompt's first token has no log-probability (None)."""
 
     token: int
     logprob: float | None
@@ -171,14 +172,17 @@ class Update:
     Attributes:
         tokens: New tokens; may be empty in the last update.
         rejected: Drafted tokens after the accepted ones.
-        held: Text that was held back for a stop string that did not come; only in the last update.
-        finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``,
-            ``cancelled``, ``deadline``, or ``error``.
+        held: Text that was held back because it could have begun a stop string; only in the last
+            update.
+        finish_reason: ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
+            ``error``. None if further updates follow.
         error: The error, in a sentence.
-        refused: Whether the error is the request's fault, not the server's.
+        refused: Whether the request caused the error, not the server.
         stop: The stop string that ended the text.
-        prompt_logprobs: If requested, for each token of the prompt; only in the first update.
-        cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if requested; only in the first
+            update.
+        cached_tokens: Number of prompt tokens whose keys and values were kept from earlier
+            requests.
         stats: Counts and seconds so far.
     """
 
@@ -227,12 +231,12 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """End the request at the next round. The finish reason is ``cancelled``, unless it finished
-        before."""
+        """End the request at the next round. The finish reason is ``cancelled``, unless the request
+        ends before that."""
         self._cancelled.set()
 
     def is_late(self, now: float) -> bool:
-        """Whether its time is over; ``now`` is ``time.monotonic()``."""
+        """Whether the request's deadline has passed; ``now`` is ``time.monotonic()``."""
         return self._ends_at is not None and now >= self._ends_at
 
     @property

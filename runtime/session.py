@@ -1,10 +1,10 @@
-"""A running request: its sequence, the rules for its end, and the report of each round.
+"""A running request: its sequence, the rules that end it, and the report of each round.
 
-The draft proposes tokens after the last committed one (the root). After each step the controller
-decides whether to continue. Where the text repeats, it proposes tokens itself, without a draft
-step. One verify pass judges all of them. The round commits the accepted path and the verifier's
-bonus token, which is the next root. The next round's passes make its cache entry, so nothing runs
-twice or alone.
+The draft proposes tokens after the last committed token (the root). After each draft step the
+controller decides whether to continue. If the text repeats itself, its repetitions propose tokens
+without a draft step. One verify pass judges all proposed tokens. The round commits the accepted
+path and the verifier's bonus token, which is the next root. The next round's passes write the
+root's cache entry, so no token needs a pass of its own or a second one.
 """
 
 import time
@@ -35,16 +35,16 @@ from eesd.runtime.text import TextCodec, TextStream
 
 class Session(TokenSequence):
     """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
-    between steps nothing is pending.
+    nothing is pending between steps.
 
     ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing
-    engine), the session stays where the round began, and ``step`` can be called again. Controllers
-    learn after the commit, so they never learn from a cancelled round.
+    engine), the session is as it was before the round, and ``step`` can be called again.
+    Controllers learn after the commit, so they never learn from a cancelled round.
 
     Attributes:
-        generation: The caller's handle. Set at the beginning.
-        request: The request of ``generation``. Set at the beginning.
-        ends: Tokens that end the text. Set at the beginning.
+        generation: The caller's handle. Set by the constructor.
+        request: The request of ``generation``. Set by the constructor.
+        ends: Tokens that end the text. Set by the constructor.
         began: Time at which the session began, in seconds of ``time.monotonic``.
         cached_tokens: Tokens of the prompt whose keys and values came from earlier requests. Set by
             :meth:`take_prefix`.
@@ -66,12 +66,13 @@ class Session(TokenSequence):
 
         Args:
             generation: The request.
-            kv_cache: Empty memory for the sequence.
-            engines: Run the calls.
-            drafting: Drafting of the request when it runs alone.
+            kv_cache: An empty cache for the sequence.
+            engines: The engines that run the calls.
+            drafting: The drafters of the request when it runs alone.
             codec: Makes the text; None if there are only token ids.
             observer: Called with each round's tokens and logits.
-            lock: Shared with other sessions over these engines; None if there are no others.
+            lock: Lock shared with other sessions over these engines; None if there are no other
+                sessions.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
@@ -136,7 +137,7 @@ class Session(TokenSequence):
         stop = piece.slot + len(piece.tokens)
         if piece.logits and self._scored < stop:
             assert self.request.prompt_logprobs is not None and self._prompt_logprobs is not None
-            start = max(piece.slot, self._scored)  # after a move, scored tokens come again
+            start = max(piece.slot, self._scored)  # after a move, some tokens are computed again
             logits = outputs.logits[start - piece.slot :]
             self._prompt_logprobs += _logprobs(
                 self.tokens[start + 1 : stop + 1], logits, self.request.prompt_logprobs
@@ -146,7 +147,8 @@ class Session(TokenSequence):
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
         """Take the kept keys and values of the text's beginning, unless the request wants
-        log-probabilities of the prompt. Until a piece is computed, this may be called again."""
+        log-probabilities of the prompt. May be called again until a piece of the prompt is
+        computed."""
         if self.request.prompt_logprobs is not None:
             return
         taken = self._prefilled if self._looked_up else None
@@ -160,13 +162,14 @@ class Session(TokenSequence):
             self.cached_tokens = self._prefilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep the keys and values for requests that begin alike, if the prompt is complete."""
+        """Keep the keys and values for requests that begin alike, if the whole prompt is
+        computed."""
         if not self.unfilled:
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
     def move(self, kv_cache: KVCache) -> None:
-        """Go on in another cache, between two rounds: the keys and values of all tokens are
-        computed again."""
+        """Go on in another cache. The keys and values of all tokens are computed again. Call it
+        between two rounds."""
         self.check_open()
         self._kv_cache = kv_cache
         self._moved = True
@@ -177,8 +180,8 @@ class Session(TokenSequence):
     # Rounds
 
     def step(self) -> RoundResult:
-        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or
-        closed session."""
+        """Run one round and commit its tokens. Raises :class:`EESDError` on a finished or closed
+        session."""
         with self.lock:
             [current] = run_round([self], self.engines)
         if current.error is not None:
@@ -187,8 +190,8 @@ class Session(TokenSequence):
         return current.result
 
     def peek(self) -> Logits:
-        """The verifier's logits [V] after the last committed token, by a single-token pass. Commits
-        nothing."""
+        """The verifier's logits [V] after the last committed token, computed by a single-token pass
+        that commits nothing."""
         with self.lock:
             self.prefill()
             self._kv_cache.reserve(len(self.tokens))
@@ -204,8 +207,8 @@ class Session(TokenSequence):
         return self.tokens[self.stats.prompt_tokens :]
 
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that the constraint and ``min_tokens`` allow after a drafted path; None
-        allows all."""
+        """Mask [V] of the tokens that the constraint and ``min_tokens`` allow after a drafted path;
+        None allows all."""
         tokens = [*self.new_tokens, *path]
         mask = None
         if self.request.constraint is not None:
@@ -216,7 +219,7 @@ class Session(TokenSequence):
         if mask is not None:
             longer = mask.copy()
         longer[self._unended] = False
-        # A constraint that has come to its end takes precedence over min_tokens.
+        # If the constraint has come to its end, it takes precedence over ``min_tokens``.
         return longer if longer.any() else mask
 
     def forced(self, most: int) -> Sequence[int]:
@@ -241,7 +244,7 @@ class Session(TokenSequence):
     # Reports
 
     def update(self, result: RoundResult) -> Update:
-        """The report of a round. Call it once for each."""
+        """The report of a round. Call this once for each round."""
         outputs: list[TokenOutput] = []
         sources = [*result.sources, "verify"]  # the bonus token, if the text does not end before it
         for at, (token, source) in enumerate(zip(result.tokens, sources, strict=False)):

@@ -1,10 +1,11 @@
 """Jinja's sandbox with limits: a chat template can neither hang a process nor fill its memory.
 
 Templates come with weights, which the user trusts, and never with a request. So Jinja's sandbox is
-enough to keep them from files and from Python's internals. The remaining dangers are endless loops
-and texts. Steps and sizes of new values are counted. An operation that multiplies is refused before
-it runs if its result could exceed the remaining work. Work is counted, not timed, so each machine
-refuses the same templates; a deadline stops templates that are merely slow.
+enough to keep them away from files and Python's internals. The remaining dangers are endless loops
+and texts. So the work of a template is limited: steps and sizes of new values are counted, and an
+operation that multiplies sizes is refused before it runs if its result could exceed the remaining
+work. Work is counted, not timed, so each machine refuses the same templates; a deadline stops
+templates that are merely slow.
 """
 
 import re
@@ -22,11 +23,11 @@ from eesd.common.errors import EESDError
 
 MAX_WORK = 1 << 26
 STEP = 64
-"""Work of one step or one item of a new container. The characters of new texts also count as
-work."""
+"""Work of one step, and of one item of a new container. Each character of a new text counts as
+1."""
 MAX_SECONDS = 10.0
 MAX_DEPTH = 100
-"""Maximum nesting of containers. Python recurses over them, in places without a check."""
+"""Maximum nesting of containers. Python recurses over them, sometimes without a check."""
 LACKING = {
     "encode",
     "format_map",
@@ -55,15 +56,15 @@ MULTIPLYING = {
     "slice",
 }
 MULTIPLYING |= {"tojson", "zfill", "*", "**"}
-"""Filters, methods and operators that make at most the size of the value times the numbers and
-sizes of the arguments."""
+"""Filters, methods and operators whose result is at most as large as the value times the numbers
+and sizes of the arguments."""
 WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
-"""A field of a format that is wider than :data:`WIDEST`, takes its width from an argument, or shows
-a part of an argument."""
+"""A field of a format string that is wider than :data:`WIDEST`, takes its width from an argument,
+or shows a part of an argument."""
 _TURNS = "turns of a loop"
 _KEEP = "keep a value"
-"""Filters that no template can name."""
+"""Names of filters that no template can write."""
 
 
 def _check(fine: bool, fault: str) -> None:
@@ -72,7 +73,7 @@ def _check(fine: bool, fault: str) -> None:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox for one rendering of one template. Make a new one for the next.
+    """A sandbox for one rendering of a template. Make a new sandbox for each rendering.
 
     Args:
         filters: Filters by name, besides Jinja's filters.
@@ -98,8 +99,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def parse(self, source: str, *names: Any) -> nodes.Template:
-        """Parse a template, and make it count its work. Raises ``TemplateSyntaxError`` if it is not
-        valid."""
+        """Parse a template, and insert code that counts its work. Raises ``TemplateSyntaxError`` if
+        it is not valid."""
         tree: nodes.Template = _Counted().visit(super().parse(source, *names))
         return tree
 
@@ -108,7 +109,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(self._keep, pieces))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute: none of a class. Jinja calls this for each."""
+        """Whether a template may use an attribute. It may use none of a class. Jinja calls this for
+        each attribute."""
         return (
             attr not in LACKING
             and not isinstance(obj, type)
@@ -134,7 +136,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or a test with limits."""
-        # Jinja gives some filters the environment or the context first.
+        # Jinja passes the environment or the context to some filters as the first argument.
         hidden = int(hasattr(function, "jinja_pass_arg"))
 
         @wraps(function)
@@ -157,7 +159,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))
         elif name == "replace":
             old, new = map(str, given[:2])
-            # They may have names.
+            # Either keyword argument may come first, so take the larger of both cases.
             work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))
         else:
             _check(
@@ -174,7 +176,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _size(self, value: Any, depth: int = 0) -> int:
         """Size of a value as printed: an item that is in a list twice counts twice. A number counts
-        its bits."""
+        as its bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()
@@ -193,7 +195,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return size
 
     def _need(self, work: int) -> None:
-        """Refuse work that exceeds the remaining work, or comes after the deadline."""
+        """Raise :class:`EESDError` if ``work`` exceeds the remaining work, or if the deadline has
+        passed."""
         if work > self._left or time.monotonic() > self._deadline:
             raise EESDError(
                 "The chat template takes too long for these messages; use another, or a "
@@ -201,7 +204,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             )
 
     def _keep(self, value: Any) -> Any:
-        """Count a step and a new value, and return it; an iterator is counted as it goes."""
+        """Count a step and a new value, and return the value. An iterator is counted while it
+        runs."""
         if isinstance(value, Iterator):
             return self._turns(value)
         self._need(work := STEP + self._size(value))
@@ -215,8 +219,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Counts work for which the sandbox has no hook: the turns of loops, and values that brackets,
-    ``~`` and macros make."""
+    """Adds counting where the sandbox has no hook: for the turns of loops, and for values that
+    brackets, ``~`` and macros make."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

@@ -31,16 +31,16 @@ class TextCodec:
 
     Args:
         directory: Engine directory.
-        most_tokens: Maximum number of tokens. A text with too many characters for it is refused
-            before it is tokenized. None: no limit.
-        plain_content: Only the template, not messages or tools, can write special tokens.
+        most_tokens: Maximum number of tokens; None for no limit. A text with too many characters
+            for it is refused before it is tokenized.
+        plain_content: Whether only the template can write special tokens, not messages or tools.
 
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
-        tool_template: The chat template for messages with tools: the template called ``tool_use``
-            if there is one, else ``chat_template``.
-        plain: Reads messages if they cannot write special tokens, else None.
+        tool_template: The chat template for messages with tools: the template called ``tool_use``,
+            or ``chat_template`` if there is no such template.
+        plain: Reads messages if they cannot write special tokens; None if they can.
 
     Raises:
         EESDError: There is no tokenizer, a file is damaged, or the template does not allow
@@ -113,7 +113,7 @@ class TextCodec:
     def _read(
         self, text: str, tokenizer: Tokenizer | None = None, special: bool = False
     ) -> Encoding:
-        """Encode a text with ``tokenizer``; None: with the model's tokenizer."""
+        """Encode a text with ``tokenizer``, or with the model's tokenizer if that is None."""
         if (
             self._most is not None
             and len(text) > self._most
@@ -123,7 +123,8 @@ class TextCodec:
                 f"The text has at least {least} tokens, and the model takes {self._most}; "
                 "give a shorter one."
             )
-        # A TypeError stands for lone surrogates, which stand for bytes that were not UTF-8.
+        # A TypeError means that the text has lone surrogates, by which Python represents bytes that
+        # are not UTF-8.
         no_text = "The prompt is not valid Unicode text; give it as UTF-8."
         no_tokens = "The tokenizer cannot encode the prompt ({}); give token ids."
         with refused(
@@ -133,8 +134,8 @@ class TextCodec:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token. Listing a vocabulary takes long, so only long texts
-        need it."""
+        """Number of characters of the longest token. Computed only for long texts, because listing
+        a vocabulary takes long."""
         return max(map(len, self._vocabulary()), default=1)
 
     def render(
@@ -155,8 +156,8 @@ class TextCodec:
 
 
 def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a template of special tokens that names one without ids: the library would panic when
-    it encodes a text."""
+    """Refuse a post-processor whose template names a special token without ids: the library would
+    panic when it encodes a text."""
     processor = (
         json.loads(tokenizer.post_processor.__getstate__()) if tokenizer.post_processor else {}
     )
@@ -174,8 +175,8 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates in a tokenizer's configuration by name: those in use if there are several; a
-    single template is called ``default``."""
+    """The templates in a tokenizer's configuration that are used, by name. A single template is
+    called ``default``."""
     if isinstance(template, list):
         try:
             template = {entry["name"]: entry["template"] for entry in template}
@@ -200,8 +201,8 @@ def _content(path: Path, name: str, token: Any) -> str:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _EACH_BYTE = "eesd-each-byte"
-"""Name of the rule that writes U+FFFD for each broken byte, as SentencePiece and tokenizers do for
-byte tokens."""
+"""Name of the error handler that writes U+FFFD for each broken byte, as SentencePiece and
+tokenizers do for byte tokens."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -213,10 +214,10 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TokenBytes:
-    """The bytes of text that each token stands for. A token may end anywhere inside a character.
+    """The bytes of text that each token represents. A token may end anywhere inside a character.
 
     Attributes:
-        special: The tokens that are not text, by id.
+        special: Names of the tokens that are not text, by id.
         has_byte_tokens: Whether some tokens are single bytes.
     """
 
@@ -233,7 +234,7 @@ class TokenBytes:
         self.has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     def name(self, token: int) -> str | None:
-        """The token as the vocabulary writes it; None if it is not text."""
+        """The token as written in the vocabulary; None if it is not text."""
         return None if token in self.special else self._tokenizer.id_to_token(token)
 
     def added(self, token: int, before: int | None) -> bytes:
@@ -243,7 +244,7 @@ class TokenBytes:
         if not name:
             return b""
         if self._byte_level:
-            # Added tokens may hold other characters, and stand for themselves.
+            # Added tokens may contain other characters, and represent themselves.
             known = BYTES.keys() >= set(name)
             return bytes(BYTES[character] for character in name) if known else name.encode()
         if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
@@ -255,22 +256,23 @@ class TokenBytes:
 
 
 class TextStream:
-    """Turns tokens into text as they come. A ``copy`` is independent.
+    """Turns tokens into text as they are generated. A ``copy`` is independent.
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
-    stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it.
-    A stop string that is complete within the first ``min_tokens`` tokens is text. A special token
-    is not text: a stop string of its name is complete with one of ``stop_tokens``.
+    stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it. A
+    stop string that is complete within the first ``min_tokens`` tokens is treated as text. Special
+    tokens are not text; those in ``stop_tokens``, which have the name of a stop string, complete
+    it.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
     cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of
-    bytes if one is broken, even for characters shown long ago. So bytes are joined here. Valid text
-    is the text that the decoder writes. Only broken bytes that belong to no character become
-    U+FFFD, as in SentencePiece, and only once that is certain.
+    bytes if one byte is broken, even for characters that were shown long ago. So bytes are joined
+    here. Valid text is the same as the decoder's. Only bytes that belong to no character become
+    U+FFFD, as in SentencePiece, and only when that is certain.
 
-    Wherever a text is split into prompt and tokens, the pieces are the text that the tokens add to
-    the prompt's. A character that the prompt begins comes with the token that completes it. A
-    character that is never completed is not shown.
+    Wherever a text is split into prompt and tokens, the result is the text that the tokens add to
+    that of the prompt. A character that begins in the prompt is returned with the token that
+    completes it. A character that is never completed is not shown.
     """
 
     def __init__(
@@ -286,7 +288,8 @@ class TextStream:
         }
         self._held = ""
         self.stop: str | None = None
-        # At most three bytes wait for the rest of their character, and each token has at least one.
+        # At most three bytes wait for the rest of their character, and each token has at least one
+        # byte.
         tail = list(islice((token for token in reversed(prompt) if self._bytes.name(token)), 3))
         for token in reversed(tail):
             self._characters(token)
@@ -310,7 +313,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text held back for a stop string that did not come."""
+        """The text that was held back because it could have begun a stop string."""
         held = self._held
         self._held = ""
         return held
@@ -329,5 +332,6 @@ class TextStream:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``. ``mark`` is not in ``text``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``mark``. ``mark`` is not in
+    ``text``."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
