@@ -26,13 +26,14 @@ from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
-"""A larger number is treated as a typing error: the engines would start that many threads."""
+"""Maximum number of threads. A larger number is treated as a typing error, because the engines
+would start that many."""
 ACTIVATIONS = ("int8", "float32")
-"""Types of the activations that multiply quantized weights on the CPU."""
+"""Types of the activations that are multiplied by quantized weights on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-"""Packages of ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one
-may be installed."""
+"""Packages of ONNX Runtime, without and with support for NVIDIA GPUs. Both install the same files,
+so only one may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
 EXPORT_AGAIN = "export the model again"
 NO_GPU = (
@@ -48,14 +49,16 @@ class Engines(NamedTuple):
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
         notice: A message for the user on how this machine runs the directory; may be empty.
-        exact: True: calls of every number of rows give the same bits, by construction. None:
+        exact: True if calls of every number of rows give the same bits by construction; None if
             unknown.
-        exact_trees: Whether a tree's nodes have the bits of their path as a chain.
-        in_place: Whether logits count only for nodes that are in the slot that they would have in a
+        exact_trees: Whether a node of a tree has the same bits as at the end of its path as a
             chain.
-        last_positions: The last positions whose tokens one kernel of verify computes, ascending. No
-            round may cross the next such position, or tokens would depend on the draft.
-        span: Marks a part of a request by its name while it is entered.
+        in_place: Whether only the logits of nodes that are in the slot they would have in a chain
+            can be used.
+        last_positions: The positions after which verify uses another kernel, ascending. A round
+            must end at or before the next of them, or tokens would depend on the draft.
+        span: Returns a context manager for the name of a part of a request, which marks the part
+            while it runs.
     """
 
     verify: Engine
@@ -68,7 +71,7 @@ class Engines(NamedTuple):
     span: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
-        """Caches of ``count`` sequences, for which the engines are prepared."""
+        """Make the caches of ``count`` sequences, and prepare the engines for them."""
         kv_caches = self.verify.new_kv_caches(count)
         for engine in (self.verify, self.draft):
             if engine is not None:
@@ -82,17 +85,17 @@ class EngineOptions:
 
     Attributes:
         backend: A name in :data:`BACKENDS`.
-        threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
+        threads: CPU threads of an engine; None: :func:`default_threads`, divided among the ranks.
         draft: Whether to load the draft engine.
-        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node
-            count, and where trees round unlike chains, a tree's path is cut where its bits
-            would differ. None: on a GPU one node count where that costs little; trees are cut only
-            where activations are int8. False: on a GPU as few nodes as possible, which in a batch
-            the longest row decides.
+        exact: With True, drafting changes no bit of a logit: on a GPU every pass of verify has the
+            same node count, and if trees round unlike chains, a tree's accepted path is cut where
+            its bits would differ. With None, passes on a GPU have the same node count if that costs
+            little, and paths are cut only if activations are int8. With False, passes on a GPU have
+            as few nodes as possible; in a batch, the longest row determines the number.
         activations: ``int8`` or ``float32``: type of the activations that multiply quantized
             weights on the CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are always
             multiplied by float32.
-        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None:
+        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
             float32.
         nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges for Nsight Systems.
 
@@ -125,8 +128,8 @@ class EngineOptions:
         return self.threads or max(default_threads() // ranks(), 1)
 
     def refuse_choices(self, backend: str) -> None:
-        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this
-        backend does not support."""
+        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen: this
+        backend does not support a choice."""
         for name, chosen in (
             ("activations", "its activations"),
             ("kv_cache_dtype", "the type of its KV cache"),
@@ -136,11 +139,11 @@ class EngineOptions:
 
 
 def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
-    """Load the engines of a directory, whose manifest is ``manifest``.
+    """Load the engines of a directory. ``manifest`` is its manifest.
 
     Raises:
-        EESDError: The backend cannot run this directory on this machine, or not with these options
-            or several ranks.
+        EESDError: The backend cannot run this directory on this machine, with these options, or
+            with several ranks.
     """
     if ranks() > 1 and options.backend != "torch":
         raise EESDError(
@@ -164,33 +167,32 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
 
 
 def _check_weights(directory: Path, manifest: Manifest) -> None:
-    """Check the weights that all backends read, except the CPU engine and plans.
+    """Check the weights that all backends read except the CPU engine and TensorRT plans.
 
     Raises:
-        EESDError: The weights are only in the build for the CPU, or a file has changed.
-    """
+        EESDError: The weights are only in the build for the CPU, or a file was changed."""
     manifest.check_whole(directory)
     check_loaded(directory, {WEIGHTS_FILE: manifest.files[WEIGHTS_FILE]}, EXPORT_AGAIN)
     check_loaded(directory, manifest.linked, EXPORT_AGAIN)
 
 
 def default_threads() -> int:
-    """The processors of this process, one fewer if there are more than four: the last is left to
-    the host's code."""
+    """The number of processors of this process, minus 1 if there are more than four: one is left
+    for the host's code."""
     available = cores()
     return available if available <= 4 else available - 1
 
 
 def onnxruntime_versions() -> dict[str, str]:
-    """The installed packages and their versions; packages of other names, such as custom builds,
-    are not found."""
+    """The installed packages of ONNX Runtime and their versions. Packages of other names, such as
+    custom builds, are not found."""
     return {
         package: version for package in ORT_PACKAGES if (version := installed(package)) is not None
     }
 
 
 def onnxruntime_problem() -> str:
-    """Why ONNX Runtime cannot be used, with the remedy; "" if it can."""
+    """The reason why ONNX Runtime cannot be used, with the remedy; "" if it can be used."""
     versions = onnxruntime_versions()
     if len(versions) > 1:
         names = " and ".join(f"{package} {version}" for package, version in versions.items())
@@ -201,7 +203,8 @@ def onnxruntime_problem() -> str:
     try:
         importlib.import_module("onnxruntime").get_available_providers()
     except (ImportError, AttributeError) as error:
-        # Removing one of two packages leaves a module without names.
+        # If both packages were installed and one was removed, the module is left without its
+        # contents.
         package = next(iter(versions), ORT_PACKAGES[0])
         return (
             f"onnxruntime cannot be loaded ({error}); run: pip install --force-reinstall {package}"
@@ -210,9 +213,9 @@ def onnxruntime_problem() -> str:
 
 
 def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
-    """Open with ``tensorrt`` on a GPU if the directory has plans, else with ``torch``. Without a
-    GPU, open with ``ort``, or with ``torch`` for a 16-bit directory that only ONNX Runtime's
-    standard operators could run. A notice reports a GPU that torch cannot use."""
+    """On a GPU, open with ``tensorrt`` if the directory has plans, and with ``torch`` if not.
+    Without a GPU, open with ``ort``, or with ``torch`` for a 16-bit directory that only ONNX
+    Runtime's standard operators could run. A notice reports a GPU that torch cannot use."""
     if torch_sees_gpu():
         return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, options)
     from eesd.runtime.engines.operators import missing
@@ -272,8 +275,8 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     )
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
-    # The order of a sum is fixed, whatever else a call computes: bits are equal by construction, in
-    # trees, too.
+    # The order of each sum is fixed, whatever else a call computes. So bits are equal by
+    # construction, even in trees.
     return Engines(verify, drafter, exact=True, exact_trees=True)
 
 
@@ -311,5 +314,5 @@ BACKENDS: dict[str, Callable[[Path, Manifest, EngineOptions], Engines]] = {
     "ort": _open_ort,
     "torch": _open_torch,
 }
-"""By the name that ``--backend`` takes. A backend's libraries are imported only when it is
-opened."""
+"""Functions that open engines, by the name that ``--backend`` takes. A backend's libraries are
+imported only when it is opened."""

@@ -12,11 +12,11 @@ from eesd.common.manifest import Manifest
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
-"""Function that runs on the device after a call. Maps the logits [n, V] to the host's values
-[n, ...] in float64, both tensors on the device, or to None."""
+"""Function that runs on the device after a call. It maps the logits [n, V] to the values for the
+host [n, ...] in float64, both tensors on the device, or to None."""
 Values = NDArray[Any]
 """Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in the backend's order of layers.
-16-bit values are given as their bits."""
+16-bit values are represented by their bits."""
 
 
 class StepOutputs:
@@ -36,9 +36,9 @@ class StepOutputs:
         argmax_ids: NDArray[np.int64] | None = None,
         chosen: NDArray[np.float64] | None = None,
     ) -> None:
-        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a
+        """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a
         greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], which
-        are fewer bytes to fetch than logits."""
+        are fewer bytes to fetch than the logits."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -47,7 +47,7 @@ class StepOutputs:
 
     @property
     def logits(self) -> Logits:
-        """[n, V] float32."""
+        """The logits [n, V] in float32."""
         if not isinstance(self._logits, np.ndarray):
             self._logits = self._logits()
         return self._logits
@@ -58,8 +58,8 @@ class StepOutputs:
         return self
 
     def argmax(self, row: int) -> int:
-        """The most likely token of a node, see :func:`most_likely`. Where a device chose it, its
-        logit is not checked."""
+        """The most likely token of a node; see :func:`most_likely`. The logit of a token that a
+        device chose is not checked."""
         return (
             most_likely(self.logits[row])
             if self._argmax_ids is None
@@ -68,7 +68,7 @@ class StepOutputs:
 
 
 def most_likely(logits: Logits) -> int:
-    """The most likely token by logits [V]; the one with the lowest id among equals.
+    """The most likely token by logits [V]; among equals, the token with the lowest id.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -79,8 +79,8 @@ def most_likely(logits: Logits) -> int:
 
 
 def check_largest(logit: float) -> None:
-    """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token
-    may be chosen from them."""
+    """Raise :class:`EESDError` if a row's largest logit is NaN, or infinitely large: no token may
+    be chosen from that row."""
     if not logit < inf:
         raise EESDError(
             "The model's logits are no finite numbers, so no token can be chosen; check its "
@@ -91,7 +91,7 @@ def check_largest(logit: float) -> None:
 
 class KVCache(Protocol):
     """The KV cache of one sequence, [L+E, 2, KV, S, D], which both engines read and write in place,
-    wherever its memory is."""
+    in whichever memory it is."""
 
     @property
     def slot_bytes(self) -> int:
@@ -99,10 +99,12 @@ class KVCache(Protocol):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the cache takes for a text of any length; 0 if its size follows the text."""
+        """Bytes that the cache takes whatever the length of the text; 0 if its size follows the
+        text."""
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least this many slots. Raises :class:`EESDError` beyond the limit."""
+        """Make room for at least this number of slots. Raises :class:`EESDError` beyond the
+        limit."""
 
     def reset(self) -> None:
         """Begin another sequence."""
@@ -112,15 +114,15 @@ class KVCache(Protocol):
         ``start + 1``, ..."""
 
     def clear(self, start: int, stop: int | None = None) -> None:
-        """Make the slots from ``start`` to ``stop - 1`` harmless: some engines multiply a masked
-        slot by 0, and 0 x NaN is NaN. None: to the last slot."""
+        """Make the slots from ``start`` to ``stop - 1`` (None: to the last slot) harmless. Some
+        engines multiply a masked slot by 0, and 0 x NaN is NaN."""
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
 
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. They may be
-        the memory itself."""
+        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. The result
+        may be a view of the memory."""
 
     def fill(self, start: int, values: Values) -> None:
         """Write the result of :meth:`values` of a similar cache to the slots from ``start`` on, for
@@ -132,16 +134,17 @@ class Call(NamedTuple):
     ``slot`` to ``slot + n - 1``.
 
     Attributes:
-        kv_cache: The cache of the sequence, with room for them.
-        tokens: Ids [n]: those of a round, or with ``logits`` False a piece of a prompt, at most
+        kv_cache: The cache of the sequence, with room for the tokens.
+        tokens: Ids [n]: those of a round or, if ``logits`` is False, a piece of a prompt, at most
             :attr:`Engine.prefill_chunk`.
         positions: Positions in the text [n], for the rotary embedding.
         slot: Slot of the first token.
         context_len: With a ``tree_mask``: every token sees the slots below it.
-        tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token
-            sees besides. None: the tokens are a chain, each sees every slot up to its own.
+        tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
+            token sees in addition. None if the tokens are a chain: each sees every slot up to its
+            own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
-        choose: Chooses tokens on the device; only for engines that :attr:`Engine.chooses`.
+        choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
     """
 
     kv_cache: KVCache
@@ -158,9 +161,9 @@ class Work(NamedTuple):
     """The work of an engine for some calls.
 
     Attributes:
-        nodes: Nodes of all sequences, padding included.
-        slots: Slots that the attention of a sequence reads, on average.
-        rows: Sequences, including rows that only fill the call.
+        nodes: Number of nodes of all sequences, including padding.
+        slots: Number of slots that the attention of a sequence reads, on average.
+        rows: Number of sequences, including rows that only fill the call.
     """
 
     nodes: int
@@ -169,9 +172,9 @@ class Work(NamedTuple):
 
 
 DraftChain = Callable[[KVCache, int, int, int], StepOutputs]
-"""Given (kv_cache, token, slot, count): run ``count`` draft steps after ``token`` at ``slot``, each
-with the most likely token of the previous step, without the host in between. Returns a row for each
-step, without logits."""
+"""Takes (kv_cache, token, slot, count), and runs ``count`` draft steps: the first with ``token`` at
+``slot``, each further step with the most likely token of the previous step, without the host in
+between. Returns a row for each step, without logits."""
 
 
 class Engine(Protocol):
@@ -183,12 +186,13 @@ class Engine(Protocol):
 
     @property
     def chooses(self) -> bool:
-        """Whether logits are on a device where it pays to let :attr:`Call.choose` choose, instead
-        of copying them."""
+        """Whether logits are on a device on which it pays to choose tokens with :attr:`Call.choose`
+        instead of copying the logits."""
 
     @property
     def draft_chain(self) -> DraftChain | None:
-        """Function that drafts several steps of a chain in one call; None: not supported."""
+        """Function that drafts several steps of a chain in one call; None if that is not
+        supported."""
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
         """The caches of ``count`` sequences, for calls of this directory's engines that may run
@@ -199,20 +203,20 @@ class Engine(Protocol):
         """
 
     def prepare(self, kv_caches: "Sequence[KVCache]") -> None:
-        """Prepare calls over caches of one :meth:`new_kv_caches`, so that no round waits for it.
-        The caches' contents are kept."""
+        """Prepare calls over the caches that one call of :meth:`new_kv_caches` returned, so that no
+        round waits for it. The caches' contents are kept."""
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of different sequences, as one pass where the backend can. Every token gets the
-        same bits as alone; on a GPU without ``exact`` they depend on the number of nodes and slots
-        that the longest sequence needs.
+        """Run calls of different sequences, in one pass if the backend can. Every token gets the
+        same bits as alone; on a GPU without ``exact``, the bits depend on the number of nodes and
+        slots that the longest sequence needs.
 
         Returns:
-            The outputs of each call; those of a call without logits are empty.
+            The outputs of each call, which are empty for a call without logits.
         """
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """The work of :meth:`forward` for these calls; at least one."""
+        """The work of :meth:`forward` for these calls, of which there must be at least one."""
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))

@@ -1,7 +1,7 @@
-"""The build of ``eesd-build --target cpu``, which the CPU engine maps: packed weights, and graphs
-of this project's operators, the same for all kernels.
+"""The build of ``eesd-build --target cpu``, which the CPU engine maps into memory: packed weights,
+and graphs of this project's operators. It is the same for all kernels.
 
-It is in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine
+It is in a directory ``cpu-KEY`` in the engine directory. The key is a hash of the engine
 directory's contents and the version of the layout, so a stale build is never found.
 """
 
@@ -19,12 +19,12 @@ from eesd.common.quantization import BLOCK, DRAFT
 from eesd.common.weights import EMBEDDINGS, weights_of
 
 LAYOUT = 4
-"""Version of packed weights and graphs."""
+"""Version of the layout of packed weights and graphs."""
 WEIGHTS = "weights.bin"
 FILES = "files.json"
-"""The packed weights, and the list of all other files with their hashes."""
+"""The file of packed weights, and the file that lists all other files with their hashes."""
 Check = Callable[[Path, Mapping[str, FileInfo], str], None]
-"""Checks files of a directory, and takes a remedy for its error message:
+"""Checks files of a directory, given a remedy for its error message:
 :func:`~eesd.common.integrity.check_loaded`, or :func:`~eesd.common.integrity.verify_hashes`."""
 
 
@@ -77,8 +77,8 @@ def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_load
 
 
 def check_graphs(directory: Path, manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if a graph of the directory was changed: the old build would still
-    run."""
+    """Raise :class:`EESDError` if a graph of the directory was changed: the old build
+    would still run."""
     for graph in manifest.graphs:
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
             raise EESDError(
@@ -93,7 +93,8 @@ def describe_build(place: Path) -> str:
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights whose upper 4 bits the draft's products read, while verify reads all 8.
+    """Names of the weights of which the draft's products read only the upper 4 bits, and those of
+    verify all 8.
 
     A draft that is the whole model shares these weights with verify. They include the embedding
     table if it is also the LM head.

@@ -1,5 +1,5 @@
-"""KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads
-without a copy.
+"""KV caches of the CPU engine: memory that is reserved once, in tiles that attention reads without
+a copy.
 
 A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, in the layout of
 ``runtime/operators/SPECIFICATION.md``: float32, float16, or 8-bit levels with a float32 scale for
@@ -18,18 +18,18 @@ from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Values
 
 KV_CACHE_DTYPES = ("float32", "float16", "int8")
-"""In the order of ``Cells`` in ``runtime/operators/kernels.h``."""
+"""Types of cells, in the order of ``Cells`` in ``runtime/operators/kernels.h``."""
 TILE = 16
-"""Slots whose keys lie in one tile."""
+"""Number of slots in a tile."""
 KEPT = 64 << 20
 """Bytes that a cache may keep when another text begins; pages beyond them are released."""
 _NO_RESERVE = 0x4000
-"""MAP_NORESERVE of Linux: addresses are not counted as memory."""
+"""Linux's MAP_NORESERVE, with which reserved addresses do not count as memory."""
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Slots of a cache: the slots of the text, and room for the nodes of a round after its last
-    slot."""
+    """Number of slots of a cache: those of the text, and room for the nodes of a round after
+    them."""
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
@@ -38,7 +38,7 @@ class CpuKVCache:
 
     Args:
         manifest: Manifest of the engine directory.
-        dtype: A type in :data:`KV_CACHE_DTYPES`; attention rounds to it when it writes.
+        dtype: A type in :data:`KV_CACHE_DTYPES`, to which attention rounds what it writes.
 
     Attributes:
         address: Address of the memory; a multiple of 4096.
@@ -55,7 +55,7 @@ class CpuKVCache:
         self.dtype = np.dtype(dtype)
         self.slots = slots_of(manifest)
         self.limit = manifest.max_seq_len
-        # Cells side by side, and bytes of a row's scale.
+        # Number of cells side by side, and of bytes of a row's scale.
         pair, scale = (2, 4) if dtype == "int8" else (1, 0)
         size = geometry.head_dim
         width = -(-geometry.head_dim // TILE) * TILE
@@ -105,7 +105,7 @@ class CpuKVCache:
         self.fill(start, self._gather(np.array(sources, np.intp)))
 
     def clear(self, start: int, stop: int | None = None) -> None:
-        """Do nothing: attention reads no slot that a token does not see."""
+        """Do nothing, because attention reads only slots that a token sees."""
 
     def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
@@ -122,7 +122,7 @@ class CpuKVCache:
     def fill(self, start: int, values: NDArray[Any]) -> None:
         size, pair = self._values.shape[-2:]
         tiles, rows = np.divmod(np.arange(start, start + values.shape[3]), TILE)
-        # With index arrays and slices mixed, NumPy puts the slots first.
+        # NumPy puts the slots first if index arrays and slices are mixed.
         keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
         self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
         self._values[:, :, tiles, rows // pair, :, rows % pair] = own

@@ -1,9 +1,9 @@
-"""The CPU engine: ONNX Runtime with this project's operators, over packed weights and caches in
-place.
+"""The CPU engine: ONNX Runtime with this project's operators. They read packed weights, and read
+and write caches in place.
 
-A call takes any tokens of any sequences. Each token has a cache, position, slot, and list of the
-slots it sees, and gets the same bits as alone: nothing is padded, and no token waits for another
-token's text.
+A call takes any tokens of any sequences. Each token has a cache, a position, a slot, and a list of
+the slots that it sees, and gets the same bits as alone. Nothing is padded, and no token's cost
+depends on another token's text.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ MOST_CALLS = 64
 
 @dataclass
 class _Bound:
-    """The buffers of a pass of T tokens, with paths of P slots, of which R tokens get logits; and
-    the I/O bindings to them.
+    """The buffers of a pass of T tokens with paths of P slots, where R of the tokens get logits;
+    and the I/O bindings to these buffers.
 
     Attributes:
         ids: [T] int64.
         numbers: [T * 5] int64, ``tokens`` of :func:`~eesd.export.cpu.operator_graph.make_graph`.
         paths: [T, P] int32.
-        logit_rows: [R] int64. If all tokens get logits, it is complete, and stays as it is.
+        logit_rows: [R] int64. If all tokens get logits, it never changes.
         results: The last stage's outputs.
-        io_bindings: One for each stage.
+        io_bindings: I/O binding of each stage.
         kept: Hidden states between stages.
     """
 
@@ -50,15 +50,15 @@ class _Bound:
 
 
 class ResultArrays:
-    """Memory that the results of several calls share: a call's results are valid until the next
+    """Memory that the results of successive calls share: a call's results are valid until the next
     call."""
 
     def __init__(self) -> None:
         self._memory: dict[int, NDArray[np.uint8]] = {}
 
     def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array for the result with this index. A larger array takes new memory; earlier arrays
-        stay valid."""
+        """An array for the result with this index. If it is larger than before, new memory is
+        allocated; earlier arrays stay valid."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if index not in self._memory or len(self._memory[index]) < size:
             self._memory[index] = np.zeros(size, np.uint8)
@@ -117,11 +117,11 @@ class CpuEngine:
         return [CpuKVCache(self.manifest, self._dtype.name) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Do nothing: bindings depend on the sizes of calls alone."""
+        """Do nothing, because bindings depend only on the sizes of calls."""
 
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Each token is computed once, and
-        reads its own text."""
+        reads only its own text."""
         nodes = 0
         slots = 0
         for call in calls:
@@ -140,7 +140,7 @@ class CpuEngine:
             paths = [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
             if len(ids) == start:
-                # A caller without tokens would repeat the call forever.
+                # A caller that has no tokens would repeat the call forever.
                 raise EESDError("A call of the engine has no tokens.")
             if paths:
                 trees.append((start, paths))
@@ -164,7 +164,7 @@ class CpuEngine:
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
         key = tokens, path, logit_rows
         kept = self._bound.pop(key, None)
-        bound = self._bound[key] = kept or self._bind(*key)  # most recently used last
+        bound = self._bound[key] = kept or self._bind(*key)  # most recently used at the end
         if len(self._bound) > MOST_CALLS:
             del self._bound[next(iter(self._bound))]
         return bound
@@ -220,7 +220,8 @@ def _paths(call: Call) -> list[list[int]]:
 
 
 def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[int]:
-    """A pass's inputs for the tokens of a call, five numbers each. A chain has no ``paths``."""
+    """The inputs of a pass for the tokens of a call, five numbers for each token. ``paths`` is
+    empty for a chain."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
     address = kv_cache.address
@@ -242,7 +243,7 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
 def _outputs(
     calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool
 ) -> list[StepOutputs]:
-    """Views of the results of each call. There are results ``of_all`` tokens, or only of tokens
+    """Views of the results of each call. The results are those ``of_all`` tokens, or only of tokens
     with logits."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]

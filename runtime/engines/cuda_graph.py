@@ -13,20 +13,21 @@ from eesd.runtime.engines.device import DeviceStream
 
 LOGGER = logging.getLogger(__name__)
 _ONE_CAPTURE = Lock()
-"""Held by the thread that captures."""
+"""Lock that a thread holds while it captures."""
 
 
 class CapturedGraph:
-    """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs
-    each time.
+    """Work on a device that is captured in a CUDA graph and replayed. Without a memory pool, the
+    work simply runs each time.
 
-    Each call receives the same work. The graph does not store it: a reference cycle with the owner
-    would hold memory on the GPU until the garbage collector runs.
+    Callers pass the same work to each method. The graph does not store it, because a reference
+    cycle with the owner would hold memory on the GPU until the garbage collector runs.
     """
 
     def __init__(self, stream: DeviceStream, pool: Any) -> None:
         """Make a graph of work in ``stream``. ``pool`` is the memory pool shared with other graphs;
-        None: do not capture."""
+        None to
+        capture nothing."""
         self._stream = stream
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -46,8 +47,8 @@ class CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads of the process may use the GPU meanwhile without breaking
-            # the capture. But a capture begins by waiting for the whole GPU, which is an error
-            # while another thread captures.
+            # the capture. But a capture first waits for the whole GPU, which is an error while
+            # another thread captures.
             with (
                 _ONE_CAPTURE,
                 collector_off(),
@@ -74,8 +75,8 @@ class CapturedGraph:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep Python's garbage collector from running: while work is captured, freeing memory of the
-    GPU is an error."""
+    """Keep Python's garbage collector from running, because freeing memory of the GPU is an error
+    while work is captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:

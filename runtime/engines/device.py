@@ -2,8 +2,8 @@
 
 A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a
 prepared call stay at fixed addresses, so that the call can be captured in a CUDA graph.
-``device_engine.py`` builds engines from stage runners. All of it also runs on the CPU, without CUDA
-graphs and pinned memory, so tests need no GPU.
+``device_engine.py`` builds engines from stage runners. All of this code also runs on the CPU,
+without CUDA graphs and pinned memory, so tests need no GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,16 @@ from eesd.common.manifest import MASKED, GraphInfo
 from eesd.model.torch_ops import KV
 
 ALIGNMENT = 256
-"""Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of
-it."""
+"""TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of this number
+of bytes."""
 HOST_ALIGNMENT = 64
-"""Alignment, in bytes, of torch's allocations in main memory, where tests run the code for GPUs."""
+"""Alignment, in bytes, of torch's allocations in main memory, in which tests run the code for
+GPUs."""
 
 
 @contextmanager
 def explain_out_of_memory(what: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` names, in the plural,
+    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` is a plural noun for
     the things that did not fit."""
     try:
         yield
@@ -57,11 +58,11 @@ class DeviceStream:
 
     @property
     def handle(self) -> int:
-        """The ``cudaStream_t`` as an integer, as TensorRT and ONNX Runtime take it."""
+        """The ``cudaStream_t`` as an integer, for TensorRT and ONNX Runtime."""
         return 0 if self.cuda_stream is None else int(self.cuda_stream.cuda_stream)
 
     def aligned(self, tensor: Tensor) -> bool:
-        """Whether a library can take the address of a tensor's memory."""
+        """Whether the address of a tensor's memory is aligned as libraries require."""
         return tensor.data_ptr() % (ALIGNMENT if self.on_gpu else HOST_ALIGNMENT) == 0
 
     def lies_here(self, tensor: Tensor) -> bool:
@@ -77,7 +78,7 @@ class DeviceStream:
         return nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
 
     def synchronize(self) -> None:
-        """Wait until everything in the stream is done."""
+        """Wait until all work in the stream is done."""
         if self.cuda_stream is not None:
             self.cuda_stream.synchronize()
 
@@ -87,8 +88,8 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
     Args:
         stages: Number of stages.
-        device: ``cuda`` spreads the stages over all GPUs that torch sees, ``cuda:1`` takes one GPU,
-            ``cpu`` none. Default: ``cuda`` if torch sees a GPU, else ``cpu``.
+        device: ``cuda`` spreads the stages over all GPUs that torch sees; ``cuda:1`` uses one GPU,
+            ``cpu`` none. Default: ``cuda`` if torch sees a GPU, ``cpu`` if not.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
@@ -104,13 +105,13 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
 
 class AttentionMask:
-    """The visibility of the first s slots for the nodes of a call.
+    """For each node of a call, the slots that it sees among the first s.
 
     Attributes:
-        outline: A tensor of the mask's shape [B, 1, n, s] without memory of its own.
-        tree: For a tree: every node sees the slots below a number [B], and has 1 where it sees a
-            slot from there on, [B, n, width]; columns without a node are 0. None: a chain, whose
-            nodes see the slots up to their own.
+        outline: A tensor that has the shape of the mask [B, 1, n, s], but no memory for it.
+        tree: For a tree, two tensors: a slot [B] below which every node sees all slots; and 1 for
+            each slot from there on that a node sees, [B, n, width], 0 for other columns. None for a
+            chain, whose nodes see the slots up to their own.
     """
 
     def __init__(
@@ -121,8 +122,9 @@ class AttentionMask:
         slot: Tensor,
         tree: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Describe what ``count`` nodes, the first one in ``slot`` [B], see of the first ``slots``
-        slots of caches like ``keys`` [B, KV, S, D]; 0: of all. All tensors are on the device."""
+        """Describe which of the first ``slots`` slots (0: all) of caches like ``keys`` [B, KV, S,
+        D] are seen by ``count`` nodes, the first of which is in ``slot`` [B]. All tensors are on
+        the device."""
         self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
         self.tree = tree
         self._slot = slot
@@ -131,7 +133,8 @@ class AttentionMask:
 
     @property
     def tensor(self) -> Tensor:
-        """The additive mask. :meth:`update` computes it once a graph has read this attribute."""
+        """The additive mask. :meth:`update` computes it only after a graph has read this
+        attribute."""
         if self._tensor is None:
             (*_, count, slots) = self.outline.shape
             device = self._slot.device
@@ -141,7 +144,7 @@ class AttentionMask:
         return self._tensor
 
     def update(self) -> None:
-        """Compute the mask, if there is one, from the current values of the other tensors."""
+        """Compute the mask, if a graph reads it, from the current values of the other tensors."""
         if self._tensor is None:
             return
         mask = self._tensor[:, 0]
@@ -160,16 +163,16 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a call of n nodes of B sequences on one device. Their contents change, their
-    addresses do not.
+    """The inputs of a call of n nodes of B sequences on one device. Their contents change, but
+    their addresses stay the same.
 
     Attributes:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
-        position_ids: [B, n].
-        write_indices: [B].
+        position_ids: Positions [B, n].
+        write_indices: Slot of each sequence's first node [B].
         mask: Mask [B, 1, n, s]; attention reads the first s slots of the caches.
         logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores
-            it.
+            them.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
 
@@ -182,9 +185,10 @@ class StepInputs:
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a
-draft logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and
-the result of ``pack_results`` in ``device_results.py``. The next run overwrites them."""
+"""Runs a graph on the inputs for which it was prepared. Returns logits [B, R, V] or a hidden state;
+for a draft, logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Instead, it may return
+logits of any type and the result of ``pack_results`` in ``device_results.py``. The next run
+overwrites the results."""
 
 
 class StageRunner(Protocol):
@@ -207,13 +211,12 @@ class StageRunner(Protocol):
 class ResultMemory:
     """Memory for the outputs of a graph that are not caches.
 
-    Calls of all node counts share it, because only the results of the last call are used: logits
-    are large.
+    Calls of all node counts share the memory, because logits are large, and only the results of the
+    last call are used.
     """
 
     def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:
-        """``largest`` is the node count from which on a call has separate memory. Nothing is
-        allocated yet."""
+        """Calls of ``largest`` or more nodes have separate memory. Nothing is allocated yet."""
         self._graph = graph
         self._device = device
         self._largest = largest
@@ -221,7 +224,7 @@ class ResultMemory:
         self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
-        """The outputs of a call. If there are more sequences than before, new memory is allocated;
+        """The outputs of a call. New memory is allocated if there are more sequences than before;
         earlier outputs stay valid."""
         batch, count = inputs.position_ids.shape
         rows = len(inputs.logit_rows)

@@ -1,4 +1,4 @@
-"""KV caches on devices: one memory for the sequences that a call may run together, with a row for
+"""KV caches on devices. The sequences that a call may run together have one memory, with a row for
 each sequence."""
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,17 @@ from eesd.runtime.engines.kv_cache import STEP, grown
 class RowMemory:
     """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
 
-    Where the stages of verify run on several devices, each device has a shard: the layers of its
+    If the stages of verify run on several devices, each device has a shard: the layers of its
     stage.
 
     Attributes:
         shards: Tensors [layers, 2, B, KV, S, D].
         rows: B.
-        fixed: Whether S is that of the longest text from the beginning, because a captured CUDA
-            graph needs fixed addresses.
+        fixed: Whether S is large enough for the longest text from the beginning, because a captured
+            CUDA graph needs fixed addresses.
         limit: Maximum number of slots of a text.
-        version: Number of changes of ``shards``, after which they must be bound again.
+        version: Number of times that ``shards`` were replaced. Calls must be bound again after each
+            time.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class RowMemory:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
             rows: B.
-            grow: Begin with few slots, and follow the longest text. If False, all ``gpu_slots`` of
-                the manifest are allocated.
+            grow: Whether to begin with few slots, and follow the longest text. If False, all
+                ``gpu_slots`` of the manifest are allocated.
             slots: Initial number of slots of memory that grows.
-            spare: In memory that grows, slots after those that tokens may use, for nodes that only
-                fill a call.
-            given: A tensor for each shard, or [2, B, KV, S, D] for each layer, which the caller
-                owns. Default: allocate with torch.
+            spare: Number of slots, in memory that grows, after those that tokens may use. They are
+                for nodes that only fill a call.
+            given: Memory that the caller owns: a tensor for each shard, or a tensor [2, B, KV, S,
+                D] for each layer. Default: allocate with torch.
 
         Raises:
-            EESDError: The memory does not fit the GPU, or ``given`` does not have its number,
-                shape, type and device.
+            EESDError: The memory does not fit the GPU, or ``given`` has the wrong number of
+                tensors, or a tensor of another shape, type or device.
         """
         self.rows = rows
         self.fixed = not grow
@@ -95,12 +96,12 @@ class RowMemory:
 
     @property
     def slots(self) -> int:
-        """S now, spare slots included."""
+        """Current S, including spare slots."""
         return int(self.shards[0].shape[4])
 
     def layer(self, index: int, first: int, rows: int) -> Tensor:
-        """Keys and values of one layer, [2, rows, KV, S, D], of the rows from ``first`` on: the
-        memory itself."""
+        """A view of the keys and values of one layer, [2, rows, KV, S, D], for ``rows`` rows from
+        ``first`` on."""
         shard, at = self._places[index]
         return self.shards[shard][at, :, first : first + rows]
 
@@ -119,8 +120,8 @@ class RowMemory:
         return [DeviceKVCache(self, row) for row in range(self.rows)]
 
     def reserve(self, row: int, slots: int) -> None:
-        """Make room for at least this many slots of a row. Raises :class:`EESDError` beyond the
-        limit."""
+        """Make room for at least this number of slots of a row. Raises :class:`EESDError` beyond
+        the limit."""
         capacity = self.slots - self._spare
         if slots > min(capacity, self.limit):
             self._resize(grown(capacity, slots, self.limit), capacity)
@@ -128,17 +129,17 @@ class RowMemory:
 
     @torch.inference_mode()
     def reset(self, row: int) -> None:
-        """Let a row begin another sequence. Memory that grows shrinks, so that short texts do not
-        pay for an earlier long text.
+        """Let a row begin another sequence. Memory that can grow shrinks, so that short texts do
+        not pay for an earlier long text.
 
-        A slot that overflowed to infinity would spoil the sequence: a hidden slot counts with 0 x
-        infinity.
+        Slots are cleared because a hidden slot that had overflowed would add 0 x infinity to the
+        sequence.
         """
         self._reserved[row] = 0
         used = max(self._reserved)
         capacity = self.slots - self._spare
         most = max(used, self._first)
-        # Other rows are not copied to save little.
+        # Do not copy the other rows if that would save little.
         if not self.fixed and capacity > most + (STEP if used else 0):
             self._resize(most, used)
         for shard in self.active_shards():
@@ -180,7 +181,7 @@ class RowMemory:
                 f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
-            return memory.zero_()  # a slot that no token sees still counts with 0 x NaN
+            return memory.zero_()  # hidden slots still count with 0 x NaN
 
 
 class DeviceKVCache:
@@ -219,7 +220,8 @@ class DeviceKVCache:
 
     @torch.inference_mode()
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values in host memory; 16-bit values as their bits: NumPy has no bfloat16."""
+        """Keys and values in host memory. 16-bit values are represented by their bits, because
+        NumPy has no bfloat16."""
         gathered = torch.cat([cache[..., start:stop, :].cpu() for cache in self._shards()])
         values: Values = (
             gathered.view(torch.int16) if gathered.itemsize == 2 else gathered
@@ -248,21 +250,21 @@ class DeviceKVCache:
 
     @contextmanager
     def kept(self, start: int, stop: int) -> Iterator[None]:
-        """Undo, when the block ends, what it writes to the slots from ``start`` to ``stop - 1``."""
+        """Restore the slots from ``start`` to ``stop - 1`` when the block ends."""
         before = [cache[..., start:stop, :].clone() for cache in self._shards()]
         yield
         for cache, values in zip(self._shards(), before, strict=True):
             cache[..., start:stop, :] = values
 
     def _shards(self) -> Iterator[Tensor]:
-        """The row in each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current
+        """The row of each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current
         stream."""
         return (shard[:, :, self.row] for shard in self.memory.active_shards())
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in main memory; untouched pages take no memory. Products may depend on the
-    alignment."""
+    """Aligned zeros in main memory, whose untouched pages take no memory. Bits of products may
+    depend on the alignment."""
     size = prod(shape) * dtype.itemsize
     memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -1,10 +1,10 @@
 """The engine of the GPU backends: rows, padding to buckets, and prompts.
 
-Calls of a round over caches of one memory run as one call. On a GPU it has all rows of the memory,
-so that CUDA graphs stay valid. Exact engines give it one node count and all slots, so one kernel
-computes a row, whatever runs with it; other engines use the smallest call that holds the longest
-row. Where a row's states do not depend on the number of rows, an exact call of one sequence has few
-nodes, too, and only the LM head keeps the full row count.
+Calls of a round over caches of one memory run as one call. On a GPU this call has all rows of the
+memory, so that CUDA graphs stay valid. In exact engines it always has the same node count and all
+slots, so the same kernel computes a row, whatever runs with it; other engines use the smallest call
+that holds the longest row. If a row's states do not depend on the number of rows, an exact call of
+one sequence may have few nodes, too, and only the LM head computes the full number of rows.
 
 The order of a call:
 
@@ -13,14 +13,14 @@ The order of a call:
 2. It pads the nodes to a bucket, and takes or makes the
    :class:`~eesd.runtime.engines.forward_step.ForwardStep` of this size.
 3. ``ForwardStep.set_inputs`` writes the inputs of all rows into one piece of pinned host memory.
-4. Each stage copies it to its device, computes the attention mask there if its graph reads one, and
-   runs the graph. The last stage copies the few results that the host needs into pinned memory. On
-   a GPU each stage is a CUDA graph, captured in its first run.
+4. Each stage copies the inputs to its device, computes the attention mask there if its graph reads
+   one, and runs the graph. The last stage copies the few results that the host needs into pinned
+   memory. On a GPU each stage is a CUDA graph, captured in its first run.
 5. On a GPU the device also chooses tokens from the logits.
-6. The host waits, once.
+6. The host waits once.
 
 A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain: it runs step 4 for each token,
-which comes from the step before it.
+where each token comes from the previous run.
 """
 
 import logging
@@ -45,19 +45,19 @@ from eesd.runtime.engines.forward_step import ForwardStep
 
 LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Node counts of calls on a GPU; calls are padded to them. Results of padding nodes are ignored."""
+"""Node counts to which calls on a GPU are padded. Results of padding nodes are ignored."""
 ROW_BUCKETS = (1, 2, 4, 8, 32, 128)
-"""Buckets of calls of several rows on engines that are not exact, up to half a round. They are few
-because each is captured for each number of slots."""
+"""Buckets of calls of several rows on engines that are not exact, up to half a round. There are few
+because each bucket is captured for each number of slots."""
 LARGEST_LEVEL = 8
-"""Nodes of a row in the largest calls of a draft over several rows that are prepared."""
+"""Maximum number of nodes of a row in the draft calls over several rows that are prepared."""
 MOST_STEPS = 256
-"""Maximum number of prepared calls over a memory; the least recently used one is dropped. On the
-CPU, where rows come and go, each holds a mask, B x n x S."""
+"""Maximum number of prepared calls over a memory; the least recently used call is dropped. On the
+CPU, where rows come and go, each prepared call holds a mask of B x n x S numbers."""
 
 
 def has_one_count(manifest: Manifest, exact: bool | None) -> bool:
-    """Whether rounds have one node count, see :func:`buckets_for`."""
+    """Whether all rounds have the same node count; see :func:`buckets_for`."""
     return manifest.max_tree_nodes + 1 <= EXACT_NODES if exact is None else exact
 
 
@@ -69,9 +69,9 @@ def buckets_for(
     Args:
         manifest: Manifest of the engine directory.
         prefill_chunk: Maximum number of prompt tokens in one call.
-        exact: Whether all rounds, and plain decoding, have one node count: then one kernel computes
-            a token's logits, whatever is drafted. None: if a round has at most :data:`EXACT_NODES`
-            nodes.
+        exact: Whether all rounds, and plain decoding, have the same node count, so that the same
+            kernel computes a token's logits whatever is drafted. None: True if a round has at most
+            :data:`EXACT_NODES` nodes.
     """
     most = manifest.max_tree_nodes + 1
     smaller = [count for count in BUCKETS if count < most and not has_one_count(manifest, exact)]
@@ -89,22 +89,22 @@ class DeviceEngine:
         stages: The stages in order; a draft engine has one.
         is_draft: Whether this is the draft engine.
         make_memory: Makes memory for the KV caches of a number of sequences.
-        buckets: Node counts that calls are padded to; empty without buckets. (1,): the nodes of a
-            call run one after another.
+        buckets: Node counts to which calls are padded; empty if calls are not padded to buckets.
+            With (1,), the nodes of a call run one after another.
         slots: Numbers of slots that attention may read, ascending; the last is the whole cache.
-            Empty: always the whole cache. A call reads the smallest number that holds its padded
-            nodes.
+            A call reads the smallest number that holds its padded nodes. If empty, calls read the
+            whole cache.
         multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Maximum number of prompt tokens in one call.
-        exact: Whether rows of a batch cannot change each other's logits: then their calls have one
-            node count and read whole caches. If not, a call has the smallest of
+        exact: Whether rows of a batch must not change each other's logits. If so, their calls have
+            one node count and read whole caches. If not, a call has the smallest of
             :attr:`row_buckets`, and the smallest number of slots, that hold its longest row.
-        on_warm_up: Called with each graph after :meth:`prepare`.
+        on_warm_up: Called with each graph at the end of :meth:`prepare`.
         least_logits: Minimum number of rows that the LM head computes for a sequence in a round.
         cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. It has no
             effect on the CPU.
-        chooses: Whether sessions let the device choose tokens, instead of copying logits. Default:
-            on a GPU.
+        chooses: Whether sessions let the device choose tokens instead of copying logits. Default:
+            True on a GPU.
     """
 
     manifest: Manifest
@@ -137,8 +137,8 @@ class DeviceEngine:
 
     @torch.inference_mode()
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Prepare and run a call for each bucket and number of slots. A draft drafts a chain in
-        calls of one node.
+        """Prepare and run a call for each bucket and number of slots. A draft engine drafts a chain
+        in calls of one node.
 
         Writes of the calls to a cache are undone, because another engine may have filled it. Calls
         of several rows write only to each row's last slots.
@@ -151,7 +151,7 @@ class DeviceEngine:
             self._warm_up(kv_cache)
         else:
             self._warm_up_rows(memory)
-            if not self.is_draft:  # a draft does not run prompts
+            if not self.is_draft:  # draft engines do not run prompts
                 self._of_prompts()._warm_up(self._staging(memory))
         for stage in self.stages:
             self.on_warm_up(stage.graph)
@@ -160,7 +160,7 @@ class DeviceEngine:
         counts = self.buckets[:1] if self.is_draft else self.buckets
         for count in counts:
             more = [slots for slots in self.slots[:-1] if slots >= count]
-            # The first slots at which calls read more slots.
+            # The first slots of calls that read a larger number of slots.
             for slot in (0, *(slots + 1 - count for slots in more)):
                 with kv_cache.kept(slot, slot + count):
                     self.forward(
@@ -202,7 +202,8 @@ class DeviceEngine:
         return tuple(count for count in self.buckets if count in few)
 
     def _of_prompts(self) -> "DeviceEngine":
-        """A copy for the prompts of a batch, with only the buckets that are larger than a round."""
+        """A copy of this engine for the prompts of a batch, with only the buckets that are larger
+        than a round."""
         alone = copy(self)
         alone.buckets = tuple(
             count for count in self.buckets if count > self.manifest.max_tree_nodes
@@ -211,10 +212,10 @@ class DeviceEngine:
 
     @property
     def last_positions(self) -> tuple[int, ...]:
-        """The last positions before attention reads more slots, ascending: up to each of them one
-        kernel computes all tokens.
+        """The last positions before attention reads more slots, ascending. Tokens between two of
+        them are computed by the same kernel.
 
-        Empty if rounds have several node counts: then tokens may depend on the draft anyway.
+        Empty if rounds have several node counts, because tokens may depend on the draft anyway.
         """
         most = self.manifest.max_tree_nodes + 1
         if self.is_draft or not self.buckets or self.buckets[0] < most:
@@ -222,8 +223,9 @@ class DeviceEngine:
         return tuple(slots - self.buckets[0] for slots in self.slots[:-1])
 
     def of_one_node(self) -> "DeviceEngine | None":
-        """A copy for plain decoding without a draft, whose calls of one node are not padded to a
-        round. Its logits may round differently. None if calls of one node are never padded."""
+        """A copy of this engine for plain decoding without a draft, whose calls of one node are not
+        padded to a round. Its logits may round differently. None if calls of one node are never
+        padded."""
         if not self.buckets or self.buckets[0] == 1:
             return None
         alone = copy(self)
@@ -298,8 +300,8 @@ class DeviceEngine:
         return NO_OUTPUTS
 
     def _staged(self, call: Call) -> StepOutputs:
-        """Run a call of one row in memory for one sequence: its calls are captured once, instead of
-        for each row."""
+        """Run a call of one row in the memory of a single sequence, over which calls are captured
+        once, and not for each row."""
         row = _row(call.kv_cache)
         stop = call.slot + len(call.tokens)
         staging = self._staging(row.memory)
@@ -322,10 +324,11 @@ class DeviceEngine:
         slot = call.slot
         memory = _row(call.kv_cache).memory
         while tokens:
-            # Padding nodes write after the last token, up to the end of the cache.
+            # Padding nodes are written after the last token, and must not pass the end of the
+            # cache.
             fitting = (bucket for bucket in self.buckets if slot + bucket <= memory.slots)
             count = min(len(tokens), max(fitting, default=len(tokens)))
-            # A call that fits a round is captured already, with logits for all of its nodes.
+            # A call that fits a round has already been captured, with logits for all of its nodes.
             only_caches = self.padded(count) > self.manifest.max_tree_nodes + 1
             self._run(
                 [Call(call.kv_cache, tokens[:count], range(slot, slot + count), slot)], only_caches
@@ -368,8 +371,8 @@ class DeviceEngine:
         ]
 
     def _run(self, calls: Sequence[Call], only_caches: bool = False) -> list[StepOutputs]:
-        """Run calls over rows of one memory. With ``only_caches``, whose logits are not used, each
-        row has logits for one node only."""
+        """Run calls over rows of one memory. With ``only_caches``, logits are not used, so each row
+        computes them for only one node."""
         rows = [_row(call.kv_cache).row for call in calls]
         memory = _row(calls[0].kv_cache).memory
         first, stop = (0, memory.rows) if memory.fixed else (min(rows), max(rows) + 1)
@@ -426,8 +429,8 @@ class DeviceEngine:
         slots: int = 0,
         only_caches: bool = False,
     ) -> ForwardStep:
-        """The call of ``count`` nodes of each row whose attention reads ``slots`` slots (0: all).
-        It is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
+        """A call of ``count`` nodes of each row, whose attention reads ``slots`` slots (0: all). It
+        is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
         prepared = self._prepared_over(memory)
         largest_round = self.padded(self.manifest.max_tree_nodes + 1)
         reused = count in self.buckets or (not self.buckets and count <= largest_round)
@@ -460,11 +463,11 @@ class _Prepared:
     """The prepared calls of an engine over a memory.
 
     Attributes:
-        pool: Memory pool for CUDA graphs; None: nothing is captured.
+        pool: Memory pool for CUDA graphs; None if nothing is captured.
         version: Version of the memory for which they are prepared.
-        steps: Calls by first row, rows, nodes, slots that attention reads, and whether they lack
-            logits.
-        loops: Chains of the draft by row and slots.
+        steps: Calls by first row, number of rows, nodes and slots that attention reads, and
+            ``only_caches``.
+        loops: Chains of the draft by row and number of slots.
         staging: Cache in which prompts of fixed rows run. Made by the first of these prompts.
     """
 
@@ -503,7 +506,8 @@ def _node(call: Call, at: int) -> Call:
 def _joined(
     outputs: Sequence[StepOutputs], rows: Sequence[Tensor], stream: DeviceStream
 ) -> StepOutputs:
-    """The outputs of the nodes of a draft's call, whose logits are the ``rows`` on the device."""
+    """Join the outputs of the nodes of a draft call. Their logits are the ``rows``, on the
+    device."""
     ids = np.concatenate([one.topk_ids for one in outputs if one.topk_ids is not None])
     logprobs = np.concatenate(
         [one.topk_logprobs for one in outputs if one.topk_logprobs is not None]
@@ -536,20 +540,21 @@ def make_engines(
     Args:
         manifest: Manifest of the engine directory.
         verify: The stages of verify in order.
-        draft: The draft; None: no draft engine.
+        draft: The draft; None for no draft engine.
         make_memory: Makes memory for the KV caches of a number of sequences, for both engines.
         pad: Whether to pad calls to buckets.
-        multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need
-            no padding: none of their results reaches the output.
-        one_by_one: Whether a call of the draft runs one node.
+        multiple: Without buckets, calls of verify are padded to multiples of this. Calls of the
+            draft need no padding, because rounding in the draft does not change the output.
+        one_by_one: Whether the nodes of a draft call run one after another.
         slots: Numbers of slots that attention may read, in verify and in the draft; see
             :class:`DeviceEngine`.
         prefill_chunk: Maximum number of prompt tokens in one call. Default: the manifest's
-            ``gpu_prefill_chunk`` if calls are padded, else 128, or the slots of the cache if fewer.
-        exact: For padded calls of verify, see :func:`buckets_for`. The draft's calls have the
+            ``gpu_prefill_chunk`` if calls are padded; if not, 128, or the number of slots if that
+            is smaller.
+        exact: See :func:`buckets_for`; for padded calls of verify. Calls of the draft have the
             smallest bucket.
-        by_rows: Whether a row's states in verify do not depend on the number of rows of a call.
-            Then exact calls of one sequence have the smallest bucket, too, and only the LM head
+        by_rows: Whether a row's states in verify are independent of the number of rows of a call.
+            If so, exact calls of one sequence have the smallest bucket, too, and only the LM head
             computes the rows of the largest round.
         on_warm_up: See :class:`DeviceEngine`.
 

@@ -1,4 +1,4 @@
-"""Results of a call on a device, on their way to the host."""
+"""Copy results of a call from a device to the host."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
 
 
 def to_host(tensor: Tensor | None, stream: DeviceStream) -> Tensor | None:
-    """Begin to copy a tensor to the host, in the current stream; on the CPU it is already there."""
+    """Begin to copy a tensor to the host, in the current stream. On the CPU nothing is copied."""
     if tensor is None or not stream.on_gpu:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(

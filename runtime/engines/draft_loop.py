@@ -12,18 +12,18 @@ from eesd.runtime.engines.forward_step import STRIDE, Layer, caches_of
 
 
 class DraftLoop:
-    """A chain drafted on the device: each step of one node takes its token from the previous step.
-    The host waits once."""
+    """A chain that is drafted on the device: each step runs one node, whose token comes from the
+    previous step. The host waits once."""
 
     def __init__(
         self, manifest: Manifest, stage: StageRunner, layer: Layer, slots: int, pool: object
     ) -> None:
-        """Prepare the step, which sees the first ``slots`` slots; 0: all. ``pool`` is the memory
-        pool for its CUDA graph; None: do not capture."""
+        """Prepare the step, whose attention reads the first ``slots`` slots (0: all). ``pool`` is
+        the memory pool for its CUDA graph; with None, nothing is captured."""
         self._stream = stage.stream
         device = stage.stream.device
         pinned = stage.stream.on_gpu
-        # Token, position, slot and number of the step, each at the beginning of a row.
+        # The step's token, position, slot and number, each at the beginning of a row.
         self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
         self._device_inputs = torch.zeros_like(self._host_inputs, device=device)
         self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()

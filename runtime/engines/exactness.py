@@ -1,9 +1,9 @@
-"""Whether an engine gives a token's logits the same bits in every call, so that drafting cannot
-change them.
+"""Check whether an engine gives a token's logits the same bits in every call, so that drafting
+cannot change them.
 
 A call has one token in plain decoding, several in a round, and many in prefill. The logits have the
 same bits only if the kernels add in an order that depends neither on the number of rows of a call
-nor on the size of the cache. The check runs such calls.
+nor on the size of the cache. The check runs calls of all these kinds.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from eesd.runtime.engines.base import Call, Engine, KVCache, Logits
 PROMPT = 40
 CHUNKS = (PROMPT, 16, 7, 1)
 SLOTS = (0, 256, 512)
-"""Cache sizes to reserve; 0: the size of a new cache."""
+"""Cache sizes to reserve; 0 is the size of a new cache."""
 TREE_NODES = 12
 
 
@@ -26,11 +26,11 @@ class Differences:
     """Result of comparing rows of logits.
 
     Attributes:
-        calls: Calls of the engine.
-        positions: Rows that were compared.
-        differing: Rows in which a bit differs.
+        calls: Number of calls of the engine.
+        positions: Number of rows that were compared.
+        differing: Number of rows in which a bit differs.
         largest: Largest absolute difference of a logit.
-        kinds: Kinds of variation among calls that differ: ``rows`` (of a call), ``slots`` (of the
+        kinds: Kinds of variation for which logits differ: ``rows`` (of a call), ``slots`` (of the
             cache), ``chunks`` (of the prompt), ``threads``.
     """
 
@@ -41,10 +41,10 @@ class Differences:
     kinds: frozenset[str] = frozenset()
 
     def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
-        """These differences and those of a call, whose rows [n, V] are compared with n or more
-        expected rows."""
+        """Add the differences of a call whose rows [n, V] are compared with n or more expected
+        rows."""
         expected = expected[: len(found)]
-        # Bits, not values: -0 and 0 are equal, NaN is never.
+        # Compare bits, not values: -0 and 0 are equal values, and NaN equals nothing.
         wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)
         largest = float(np.abs(found[wrong] - expected[wrong]).max()) if wrong.any() else 0.0
         return replace(
@@ -68,12 +68,12 @@ class Differences:
 
 @dataclass
 class Exactness:
-    """Checks engines of one directory with the same tokens.
+    """Checks several engines of a directory with the same tokens.
 
     Attributes:
         chains: Differences among calls over consecutive tokens, as in plain decoding, prefill and
             drafted chains.
-        trees: Differences of a tree's nodes from their paths, run as chains.
+        trees: Differences between a tree's nodes and their paths, which are run as chains.
     """
 
     manifest: Manifest
@@ -92,14 +92,15 @@ class Exactness:
 
     @property
     def layouts(self) -> int:
-        """Combinations of cache size and chunks that :meth:`check` runs."""
+        """Number of combinations of cache size and chunks that :meth:`check` runs."""
         return len(list(self._layouts()))
 
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
-        """Compare calls of 1 to M + 1 rows, with other caches and chunks of the prompt, and a tree.
+        """Compare calls of 1 to M + 1 rows, with several sizes of the cache and chunks of the
+        prompt, and a tree.
 
-        All other engines are compared with the first engine's rows: check engines with other
-        numbers of threads, too.
+        Later engines are compared with the rows of the first engine. They may have other numbers of
+        threads.
 
         Args:
             engine: A verify engine.
@@ -127,8 +128,8 @@ class Exactness:
             progress()
 
     def check_quickly(self, engine: Engine) -> bool:
-        """Compare a few calls of one and two rows with a call of all rows from slot 0 on. Returns
-        whether all bits are equal."""
+        """Compare a few calls of one and two rows with a call of all rows that begins at slot 0.
+        Returns whether all bits are equal."""
         [kv_cache] = engine.new_kv_caches()
         kv_cache.reserve(self._rows)
         tokens = self._tokens[: self._rows]
@@ -161,8 +162,8 @@ class Exactness:
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
     def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
-        """Decode the first few tokens as plain decoding does, so that the cache also comes from
-        calls of one row."""
+        """Decode the first few tokens as plain decoding does, so that calls of one row have written
+        the cache."""
         for row in range(min(4, self._rows)):
             self.chains = self.chains.with_rows(
                 "rows", self._forward(engine, kv_cache, 1, row), several[row:]
@@ -193,6 +194,6 @@ class Exactness:
 
 
 def _logits(engine: Engine, call: Call) -> Logits:
-    """The logits of a call [n, V]: a copy."""
+    """A copy of the logits of a call [n, V]."""
     logits: Logits = engine.forward([call])[0].logits.copy()
     return logits

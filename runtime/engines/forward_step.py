@@ -18,7 +18,7 @@ from eesd.runtime.engines.device import ALIGNMENT, AttentionMask, StageRunner, S
 from eesd.runtime.engines.device_results import fetch, pack_results, to_host
 
 STRIDE = ALIGNMENT // 8
-"""Inputs in one int64 buffer begin at multiples of this many elements."""
+"""Inputs in one int64 buffer begin at multiples of this number of elements."""
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.int64])
 
@@ -32,7 +32,7 @@ class InputViews(NamedTuple, Generic[Buffer]):
         positions: [B, n].
         slot: Slot of the first node of each sequence, [B].
         context_len: See :class:`~eesd.runtime.engines.base.Call`; [B].
-        tree_mask: 1 where a node sees a slot, else 0; [B, n, width].
+        tree_mask: 1 if a node sees a slot, 0 if not; [B, n, width].
     """
 
     tokens: Buffer
@@ -66,7 +66,7 @@ def _aligned(count: int) -> int:
 
 
 Layer = Callable[[int], Tensor]
-"""Gives keys and values of a layer, [2, B, KV, S, D]: the memory that calls update."""
+"""Returns the keys and values of a layer, [2, B, KV, S, D]: the memory that calls update."""
 
 
 def caches_of(stage: StageRunner, layer: Layer) -> list[KV]:
@@ -96,13 +96,13 @@ class _StageStep:
             layer: The KV caches.
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
-            width: Columns of the tree mask; 0: a call for chains only.
+            width: Columns of the tree mask; 0 for a call of chains only.
             logit_rows: R; the last nodes get logits. If R exceeds the number of nodes, the last
                 node's logits fill the remaining rows.
             slots: Number of slots, from the first on, that attention reads; 0: all.
-            hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage
+            hidden: Memory for the previous stage's hidden state [B, n, hidden]; None if this stage
                 takes the tokens.
-            pool: Memory pool for the stage's CUDA graph; None: do not capture.
+            pool: Memory pool for the stage's CUDA graph; None to capture nothing.
         """
         device = stage.stream.device
         caches = caches_of(stage, layer)
@@ -114,7 +114,7 @@ class _StageStep:
         tree = (views.context_len, views.tree_mask) if width else None
         self._mask = AttentionMask(caches[0][0], count, slots, views.slot, tree)
         self.x = views.tokens if hidden is None else hidden
-        # A prepared call keeps addresses, not memory.
+        # Keep this tensor: a prepared call stores only addresses.
         self._rows = torch.arange(
             max(count - logit_rows, 0), max(count, logit_rows), device=device
         ).clamp_max(count - 1)
@@ -139,7 +139,7 @@ class _StageStep:
 
 
 class ForwardStep:
-    """A forward call of one node count and number of sequences through all stages of an engine."""
+    """A forward call, of a fixed number of nodes and sequences, through all stages of an engine."""
 
     def __init__(
         self,
@@ -160,11 +160,11 @@ class ForwardStep:
             stages: The stages of the engine.
             is_draft: Whether the stages are those of the draft engine.
             layer: The KV caches, which determine the number of sequences.
-            count: n, padding included.
-            width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round
-                has.
+            count: n, including padding.
+            width: Columns of the tree mask; 0 for a call of chains only, with more nodes than a
+                round has.
             logit_rows: R; the last nodes of each sequence get logits. In a draft, all nodes do.
-            pool: Memory pool for CUDA graphs; None: do not capture.
+            pool: Memory pool for CUDA graphs; None to capture nothing.
             slots: Number of slots, from the first on, that attention reads; 0: all.
         """
         pinned = stages[0].stream.on_gpu
@@ -185,7 +185,7 @@ class ForwardStep:
         for stage in stages:
             hidden = None
             shape = (self._batch, count, manifest.geometry.hidden_size)
-            # Memory is of the current stream, and a context of the current device.
+            # Memory belongs to the current stream, and a context to the current device.
             with stage.stream.activate():
                 if self._stages:
                     hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
@@ -194,7 +194,7 @@ class ForwardStep:
                         stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool
                     )
                 )
-        # For a draft, ids and then log-probabilities.
+        # A draft has ids, followed by log-probabilities.
         shape = (
             (2 * self._batch, count, manifest.draft_top_k)
             if is_draft
@@ -204,8 +204,8 @@ class ForwardStep:
         self._stages[-1].host_results, self._found = self._host_results, self._host_results.numpy()
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
-        """Write the inputs of each sequence, up to n nodes. None: a sequence that only fills the
-        call, and writes its last slots."""
+        """Write the inputs of each sequence, up to n nodes. None stands for a sequence that only
+        fills the call; it writes its last slots."""
         for inputs, call in zip(self._inputs, calls, strict=True):
             if call is None:
                 self._set_row(inputs, (), (), self._slots - self._count)
@@ -227,8 +227,8 @@ class ForwardStep:
         inputs.tokens[:, :given] = tokens
         inputs.positions[:, :given] = positions
         if given < self._count:
-            # Positions of padding nodes must be within the rotary tables. Spare slots at the end of
-            # the cache are beyond them.
+            # Positions of padding nodes must be within the rotary tables, but the spare slots at
+            # the end of the cache are beyond them.
             last = np.minimum(range(slot + given, slot + self._count), self._last_position)
             inputs.tokens[:, given:] = 0
             inputs.positions[:, given:] = last
@@ -241,12 +241,13 @@ class ForwardStep:
         """Run all stages, and wait for the results.
 
         Args:
-            wanted: For each sequence its index, the number of its first nodes whose results are
-                returned, and the function that chooses from its logits.
+            wanted: For each sequence, its index, the number of nodes, from the first on, whose
+                results are returned, and the function that chooses from its logits.
         """
-        with ExitStack() as stack:  # each stream once: activating takes as long as a launch
+        with ExitStack() as stack:  # enter each stream only once: that takes as long as a launch
             for previous, step in zip((None, *self._stages), self._stages, strict=False):
-                # Earlier streams stay current on their devices: copies from there run in them.
+                # Earlier streams stay current on their devices, because copies from these devices
+                # run in them.
                 stack.enter_context(step.stage.stream.activate())
                 step.run(previous)
             chosen = [self._chosen(*one) for one in wanted]

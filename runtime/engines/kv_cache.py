@@ -1,4 +1,4 @@
-"""KV caches whose slots follow the text: the rule of growth, and the cache in host memory."""
+"""KV caches that grow with the text: the rule of growth, and the cache in host memory."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ STEP = 128
 
 
 def grown(capacity: int, slots: int, limit: int) -> int:
-    """The new capacity of a cache for ``slots`` slots, more than its current capacity.
+    """The new capacity of a cache that needs ``slots`` slots, which is more than its current
+    capacity.
 
     Raises:
         EESDError: ``slots`` is more than ``limit``.
@@ -30,8 +31,8 @@ class HostKVCache:
     """The keys and values of one sequence in host memory, in the form of the exported graphs.
 
     Slot i holds the i-th token of the sequence; a round's root is in slot w, and its drafted nodes
-    come after it. The cost of attention depends on S, not on the filled slots, so S follows the
-    text in small steps, up to ``limit``.
+    come after it. The cost of attention depends on S, not on the number of filled slots, so S grows
+    with the text in small steps, up to ``limit``.
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.
@@ -52,7 +53,7 @@ class HostKVCache:
 
     @property
     def slots(self) -> int:
-        """S now."""
+        """Current S."""
         return int(self.data.shape[4])
 
     def reserve(self, slots: int) -> None:
@@ -83,7 +84,8 @@ class HostKVCache:
         return keys, values
 
     def values(self, start: int, stop: int) -> NDArray[np.float32]:
-        """See :meth:`~eesd.runtime.engines.base.KVCache.values`: the memory itself."""
+        """See :meth:`~eesd.runtime.engines.base.KVCache.values`; the result is a view of the
+        memory."""
         return self.data[:, :, 0, :, start:stop]
 
     def fill(self, start: int, values: NDArray[Any]) -> None:

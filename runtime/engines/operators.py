@@ -1,8 +1,9 @@
-"""The library of this project's operators, which ONNX Runtime on the CPU runs in place of standard
+"""The library of this project's operators, which ONNX Runtime runs on the CPU in place of standard
 nodes.
 
-It is built with the package where there is a C++ compiler (``runtime/operators/``). Without it, or
-on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators run the graphs.
+It is built together with the package if there is a C++ compiler (``runtime/operators/``). Without
+it, or on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators run the
+graphs.
 """
 
 import ctypes
@@ -31,13 +32,13 @@ MISSING = (
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
 _making = RLock()
-"""Held while a session is made, and while kernels are queried: the configuration of a session's
-nodes is global to the process, and a query sets it, too."""
+"""Lock that is held while a session is made, and while kernels are queried. Both set the
+configuration of a session's nodes, which is global to the process."""
 
 
 @cache
 def _library() -> Any:
-    """The library; None if it is not built, or cannot be loaded here."""
+    """The library; None if it is not built, or cannot be loaded on this machine."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:
@@ -57,7 +58,7 @@ def library() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        EESDError: The library is not built, or cannot be loaded here.
+        EESDError: The library is not built, or cannot be loaded on this machine.
     """
     found: ctypes.CDLL | None = _library()
     if found is None:
@@ -66,14 +67,16 @@ def library() -> ctypes.CDLL:
 
 
 def missing() -> str:
-    """The reason why the operators cannot be used here, in one sentence; "" if they can."""
+    """The reason why the operators cannot be used on this machine, in one sentence; "" if they
+    can."""
     if _library() is None:
         return f"{MISSING} Remedy: {build_remedy()}."
     return SLOW if fastest() == "scalar" and platform.machine() in ("x86_64", "AMD64") else ""
 
 
 def build_remedy() -> str:
-    """How to build the library. From its cache, pip would take a wheel without the library."""
+    """The command that builds the library. It avoids pip's cache, which may have a wheel without
+    the library."""
     again = ("--force-reinstall", "--no-deps", "--no-cache-dir")
     return f"install a C++ compiler (g++ or clang++), and then run: {pip_install('', *again)}"
 
@@ -141,7 +144,7 @@ def make_session(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False
-    # Draft and verify alternate: threads that went on spinning after a call would take the cores
+    # Draft and verify alternate, so threads that go on spinning after a call would take the cores
     # from the other session's threads.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:

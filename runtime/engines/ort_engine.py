@@ -1,8 +1,9 @@
-"""ONNX Runtime's standard operators on the exported graphs.
+"""Run the exported graphs with ONNX Runtime's standard operators.
 
-On the CPU they are for machines without this project's operators, and the reference of exports and
-checks: simple, not fast. On a GPU they need torch, but no plans and no Triton. Calls are not
-captured in CUDA graphs there, because ONNX Runtime copies some shapes to the host during a call.
+On the CPU this engine is for machines without this project's operators, and the reference for
+exports and checks: simple, not fast. On a GPU it needs torch, but neither plans nor Triton. Its
+calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes to the host during a
+call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Wo
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.operators import buffer, build_remedy
 
-if TYPE_CHECKING:  # a CPU needs no torch
+if TYPE_CHECKING:  # the CPU engine needs no torch
     from torch import Tensor
 
     from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs
@@ -38,25 +39,25 @@ CPU_PROVIDERS = ["CPUExecutionProvider"]
 ORT_TYPES = {"tensor(float)": "float32"} | {
     f"tensor({name})": name for name in ("int64", "float16", "bfloat16")
 }
-"""Element types by ONNX Runtime's names."""
+"""Element types, by ONNX Runtime's names."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 """Numbers of element types in ``TensorProto.DataType``. NumPy types are not enough, because NumPy
 has no bfloat16."""
 LARGEST_FOLDED = "65536"
-"""Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight
-is larger: it becomes part of the MatMul that packs the weight, where folding would write a copy of
-the weight first."""
+"""Maximum bytes of a constant that ONNX Runtime may fold when it loads a graph. A transposed weight
+is larger. Its Transpose becomes part of the MatMul that packs the weight; folding it would first
+write a copy of the weight."""
 
 
 class OrtEngine:
     """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session on
     the CPU, in float32.
 
-    Calls run one after another, each over its own cache.
+    Calls run one after another, each over the cache of its sequence.
 
     The threads of a session spin during a call, in which they wait for each other hundreds of
-    times, and stop spinning at its end. Draft and verify alternate: a thread pool that went on
-    spinning would take the cores from the other engine's pool.
+    times, and stop spinning at its end. They stop because draft and verify alternate: a thread pool
+    that went on spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = 256
@@ -78,13 +79,13 @@ class OrtEngine:
             manifest: Its manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads of each session.
-            read: How graphs are read.
+            read: Returns a graph in the form in which the session loads it.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs.
         """
         self.manifest = manifest
-        self._read = read  # the sessions do not keep alive what it gave them
+        self._read = read  # keeps alive what sessions got from it
         self.stages = [
             (graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, read))
             for graph in stages
@@ -94,7 +95,7 @@ class OrtEngine:
         return [HostKVCache(self.manifest) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Do nothing: every call is bound separately."""
+        """Do nothing, because every call is bound separately."""
 
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Attention reads the whole cache."""
@@ -106,8 +107,8 @@ class OrtEngine:
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> StepOutputs:
-        """Run a call through all stages. A call without logits computes them for the last node,
-        because every graph has logits."""
+        """Run a call through all stages. A call without logits still computes those of the last
+        node, because every graph has logits."""
         kv_cache = _host(call.kv_cache)
         count = len(call.tokens)
         if not count:
@@ -148,7 +149,7 @@ def open_on_cpu(
 def _run_stage(
     graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache
 ) -> list[NDArray[Any]]:
-    """Run a graph with the inputs ``given``. Caches are updated in place; the other results are
+    """Run a graph with the inputs ``given``. Caches are updated in place; the other outputs are
     returned."""
     io_binding = session.io_binding()
     for info in graph.inputs[: -2 * len(graph.caches)]:
@@ -189,7 +190,7 @@ class OrtStageRunner:
         self._session = session
         self._results = results
         self._options = ort.RunOptions()
-        # The engine waits for the stream itself, once for all stages.
+        # The engine waits for the stream once for all stages.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
@@ -225,8 +226,8 @@ def open_on_device(
         manifest: Its manifest.
         threads: CPU threads of each session.
         draft: Whether to load the draft engine.
-        device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
-        exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
+        device: Device to run on; see :func:`~eesd.runtime.engines.device.device_streams`.
+        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`; for GPUs.
 
     Returns:
         The verify engine and the draft engine.
@@ -279,8 +280,8 @@ def load_session(
         read: See :class:`OrtEngine`.
 
     Raises:
-        EESDError: The graph cannot be loaded, or its inputs and outputs differ from the manifest's,
-            by which buffers are bound.
+        EESDError: The graph cannot be loaded, or its inputs and outputs differ from those in the
+            manifest, by which buffers are bound.
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads)
@@ -306,12 +307,13 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # messages below that level are also raised
+    options.log_severity_level = 4  # errors are raised as exceptions anyway
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # Levels become float32 when the graph is loaded: MatMulNBits gives a row alone other bits
-        # than with others (docs/decisions/0139-without-operators-levels-become-float32.md).
+        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row alone has other
+        # bits than among other rows
+        # (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
         options.add_session_config_entry(

@@ -1,4 +1,4 @@
-"""Whether the rows of a batch change each other's logits."""
+"""Check whether the rows of a batch change each other's logits."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from eesd.runtime.engines.base import Call, Engine, KVCache
 
 PROMPTS = (9, 1, 23)
 NODES = (1, 3)
-"""Tokens of the prompts of the rows, and nodes of their calls."""
+"""Number of tokens of each row's prompt, and numbers of nodes of the rows' calls."""
 
 
 def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:

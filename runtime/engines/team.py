@@ -2,12 +2,12 @@
 
 The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
 engines and caches, each over its part of the model. Rank 0 sends each call of a method to the other
-ranks, which make the same call. Samplers, controllers and texts are rank 0's alone, so ranks need
-no clock in common.
+ranks, which make the same call. Only rank 0 has samplers, controllers and texts, so ranks need no
+common clock.
 
-All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through
-gloo, from one rank to another. Gloo's collectives are not used: their threads free Python's tensors
-some time after a call. If Python has begun to exit by then, C++ aborts the process.
+All data goes through ``torch.distributed``: sums on GPUs through NCCL, all other data through gloo,
+from one rank to another. Gloo's collectives are not used: their threads free Python's tensors some
+time after a call. If Python has begun to exit by then, C++ aborts the process.
 """
 
 import atexit
@@ -40,13 +40,13 @@ from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
 
 PATIENCE = timedelta(minutes=10)
-"""Time in which all ranks must start."""
+"""Time within which all ranks must start."""
 FOREVER = timedelta(days=3650)
 LEAVING = 60.0
 """Seconds that rank 0 waits for the other ranks to end."""
 FIRST = 4096
-"""Bytes of an order's first message. It holds the whole order, except for prompts and for keys and
-values."""
+"""Bytes of an order's first message. The whole order fits into it, unless the order has a long
+prompt, or keys and values."""
 ORDERS, PARTS = range(2)
 """Tags of messages."""
 NUMPY = "numpy._core.multiarray"
@@ -54,9 +54,9 @@ READ = {
     *((NUMPY, "_reconstruct"), (NUMPY, "scalar"), ("numpy", "ndarray"), ("numpy", "dtype")),
     *(("builtins", "range"), (Call.__module__, "Call")),
 }
-"""Types in an order, besides Python's lists, tuples, texts and numbers."""
+"""Types that an order may have, besides Python's lists, tuples, texts and numbers."""
 TOLD = {"forward"}
-"""Methods that rank 0 may make other ranks call."""
+"""Methods that rank 0 may order other ranks to call."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Split:
     1909.08053).
 
     Each rank has some heads of every attention and some columns of every MLP, or of each expert:
-    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of what
-    attention and MLP add to x. The parts are added in the order of the ranks. Embeddings, norms,
-    routers and LM heads are on every rank.
+    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of the sum
+    that attention or MLP adds to x. The parts are added in the order of the ranks. Embeddings,
+    norms, routers and LM heads are on every rank.
 
     Attributes:
         ranks: Number of ranks.
@@ -80,7 +80,7 @@ class Split:
     add: Add
 
     def ranges(self, sizes: Sequence[int]) -> list[slice]:
-        """This rank's share of each of several consecutive ranges."""
+        """This rank's share of each of several consecutive ranges, whose sizes are given."""
         rank = self.rank
         ranks = self.ranks
         begins = accumulate(sizes, initial=0)
@@ -91,7 +91,7 @@ class Split:
 
 
 class Team:
-    """The ranks, from the view of this rank."""
+    """The ranks, as seen by this rank."""
 
     def __init__(self, device: torch.device) -> None:
         """Connect to the other ranks. ``device`` is this rank's device.
@@ -102,10 +102,11 @@ class Team:
         if dist.is_initialized():
             raise EESDError("These processes share a model already; start others for another one.")
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can connect
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines cannot connect
         try:
             dist.init_process_group("gloo", timeout=PATIENCE)
-            # An interrupt in a message may break the connection of all others.
+            # An interrupted message may break all other connections of its group, so the watch uses
+            # a separate group.
             self._life = dist.new_group(backend="gloo")
             self._sums = dist.new_group(backend="nccl") if device.type == "cuda" else None
         except (ValueError, RuntimeError) as error:
@@ -127,7 +128,7 @@ class Team:
         return Split(self.ranks, self.rank, self._add)
 
     def _add(self, part: Tensor) -> Tensor:
-        """Add the parts of all ranks in their order: each rank gets all of them."""
+        """Gather the parts of all ranks on each rank, and add them in the order of the ranks."""
         own = part.contiguous()
         if self._sums is None:
             return reduce(torch.add, self._gather(own))
@@ -156,11 +157,11 @@ class Team:
         if self.rank:
             self._shared[number] = shared
         else:
-            weakref.finalize(shared, self._forgotten.append, number)  # at any time
+            weakref.finalize(shared, self._forgotten.append, number)  # may run at any time
         return number
 
     def tell(self, whose: "TeamEngine | TeamCache", method: str, *values: Any) -> None:
-        """Order the other ranks to call a method. Ranks that follow an order send no orders."""
+        """Order the other ranks to call a method. Does nothing on ranks that follow orders."""
         if self.rank:
             return
         forgotten = [self._forgotten.pop() for _ in range(len(self._forgotten))]
@@ -195,13 +196,13 @@ class Team:
             for work in dist.batch_isend_irecv(list(messages)):
                 _wait(work)
         except RuntimeError:
-            for watch in self._watches:  # one of them says which rank it is
+            for watch in self._watches:  # one of them reports the rank that has ended
                 watch.join()
             raise
 
     def watch(self) -> None:
-        """From now on end this process when another process ends: it might wait for the other
-        forever, in the middle of a sum."""
+        """From now on, end this process when another process ends, because it might wait for
+        that process forever, in the middle of a sum."""
         for other in [0] if self.rank else self._others:
             self._watches.append(
                 threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True)
@@ -217,8 +218,8 @@ class Team:
             self._end(other)
 
     def leave(self) -> None:
-        """End the other processes, whatever they are doing, with exit code 0, and wait until they
-        have ended. For rank 0."""
+        """On rank 0, end the other processes with exit code 0, whatever they are doing, and wait
+        until they have ended."""
         self._leaving = True
         for other in self._others:
             with suppress(RuntimeError):
@@ -228,11 +229,11 @@ class Team:
             watch.join(LEAVING)
 
     def _end(self, other: int) -> NoReturn:
-        """End this process, once, from any thread: other threads may wait in a library that no
-        exception reaches."""
+        """End this process. May be called from any thread. The process exits at once, because other
+        threads may wait in a library that no exception reaches."""
         self._ending.acquire()
         if self._leaving:
-            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # in case a sum does not end
+            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # in case a sum never ends
             self._end_sums()
         else:
             print(
@@ -251,20 +252,20 @@ class Team:
 
 
 def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
-    """Wait for a message. None, which torch gives to processes outside a group, does not occur."""
+    """Wait for a message. It is never None, which torch returns to processes outside a group."""
     assert message is not None
     message.wait(longest)
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the numbers of engines and caches instead of their contents."""
+    """Writes engines and caches as their numbers, without their contents."""
 
     def persistent_id(self, value: Any) -> int | None:
         return value.number if isinstance(value, TeamCache | TeamEngine) else None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads numbers, arrays, calls, engines and caches, and nothing else: an order cannot make this
+    """Reads only numbers, arrays, calls, engines and caches, so that an order cannot make this
     process run other code."""
 
     def __init__(self, file: BytesIO, shared: "dict[int, TeamEngine | TeamCache]") -> None:
@@ -284,7 +285,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def told(method: Method) -> Method:
-    """Decorate a method of rank 0 that the other ranks call, too."""
+    """Decorate a method so that, when rank 0 calls it, the other ranks call it, too."""
 
     TOLD.add(method.__name__)
 
@@ -366,7 +367,7 @@ class TeamEngine:
         self.own.prepare([_own(kv_cache) for kv_cache in kv_caches])
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        # Rank 0 alone chooses.
+        # Only rank 0 chooses tokens.
         self.team.tell(self, "forward", [call._replace(choose=None) for call in calls])
         return self.own.forward([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
 
@@ -395,10 +396,10 @@ def lead(
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
     """Follow the orders of rank 0. When rank 0 ends, this process ends, too.
 
-    Only rank 0 handles signals: torchrun, and a terminal, send them to all ranks, and rank 0 may
-    have something to finish.
+    This process ignores signals: torchrun and terminals send them to all ranks, but rank 0 may have
+    work to finish.
     """
-    with suppress(ValueError):  # only the main thread may do that
+    with suppress(ValueError):  # only the main thread may set handlers
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for engine in (verify, draft):

@@ -1,5 +1,5 @@
-"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's
-own element type."""
+"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the element type of
+the engine directory."""
 
 import os
 from functools import partial
@@ -28,9 +28,9 @@ from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.engines.trt_plans import first_slots
 
 ROWS = EVEN_ROWS
-"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits are the
-same bits in every call. Processors with AMX need more than that: there ``eesd-inspect --exact``
-says that they differ (:mod:`eesd.runtime.engines.exactness`)."""
+"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits have the
+same bits in every call. This is not enough on processors with AMX, where ``eesd-inspect --exact``
+reports differences (:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:
@@ -46,8 +46,8 @@ class TorchStageRunner:
         stream: DeviceStream,
         largest_round: int = 0,
     ) -> None:
-        """Wrap a module. Calls of several rows, of up to ``largest_round`` nodes each, share memory
-        for their results: logits of many rows are large, and each captured call would keep a
+        """Wrap a module. Calls of several rows of up to ``largest_round`` nodes share memory for
+        their results, because logits of many rows are large, and each captured call would keep a
         copy."""
         self.module = module
         self.graph = graph
@@ -92,12 +92,12 @@ def open_torch(
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        threads: On the CPU, the number of threads of torch in this process; torch has one setting
-            for all engines.
+        threads: Number of torch's threads on the CPU. Torch has one setting for all engines of a
+            process.
         draft: Whether to load the draft engine.
-        device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
-        exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
-        split: This process's rank. None: the process has all weights.
+        device: Device to run on; see :func:`~eesd.runtime.engines.device.device_streams`.
+        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`; for GPUs.
+        split: The part of the weights that this process has; None for all weights.
         kernels: See :func:`~eesd.runtime.engines.torch_weights.load_modules`.
 
     Returns:
@@ -154,8 +154,8 @@ def open_torch(
 
 
 def has_equal_rows(verify: DeviceEngine) -> bool:
-    """Whether the last calls of a round's nodes have the bits of a call of all of them, for each
-    smaller bucket."""
+    """Whether calls of the last nodes of a round, one for each smaller bucket, give the same bits
+    as a call of all nodes."""
     [kv_cache] = verify.new_kv_caches()
     count = verify.manifest.max_tree_nodes + 1
     tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]
@@ -180,8 +180,8 @@ def open_team(
     """Load this rank's part of the weights, in one of several processes started together. Only rank
     0 returns.
 
-    Each rank takes the GPU of its number on its machine, if there are GPUs. Arguments and errors
-    are those of :func:`open_torch`; fewer GPUs than ranks are an error, too.
+    If there are GPUs, each rank takes the GPU with its number on its machine. Arguments and errors
+    are those of :func:`open_torch`; it is also an error if there are fewer GPUs than ranks.
     """
     device = "cpu"
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -192,7 +192,7 @@ def open_team(
                 f"Rank {local} of this machine has no GPU, as torch sees "
                 f"{torch.cuda.device_count()}; start fewer."
             )
-    manifest.on_rank(ranks())  # refuses before ranks connect
+    manifest.on_rank(ranks())  # raises before ranks connect
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
     if team.rank:

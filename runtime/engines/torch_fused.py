@@ -2,21 +2,21 @@
 
 Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A
 decoding pass has so few rows that a kernel takes about as long as its launch. Here a block has four
-matrix products, of joined weights, instead of seven, and six other kernels instead of about fifty.
-They compute in float32, and round only where torch does at the end. A row's bits depend neither on
-the other rows nor on their number.
+matrix products (with joined weights) instead of seven, and six other kernels instead of about
+fifty. These kernels compute in float32, and round only where torch's last operation does. A row's
+bits depend neither on the other rows nor on their number.
 
-Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call
-has too few heads for a GPU that reads all slots of a head in one program, as torch's attention does
-for few queries. The ends of splits depend on the number of slots that a call may see. The slots
-that a token sees follow from the token's slot or from the tree, so there is no mask. Calls of more
-tokens than a round has, as for a prompt, use torch's attention.
+Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): if one program
+read all slots of a head, as in torch's attention for few queries, a decoding call would have too
+few programs for a GPU. The ends of splits depend on the number of slots that a call may see. The
+slots that a token sees are derived from its slot or from the tree, so there is no mask. Calls with
+more tokens than a round, such as those of prompts, use torch's attention.
 
-On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and
-1.96 with 32,768, where torch's operators took 3.24 and 8.07; weights and the text take 1.14 and
-1.11 at 4.15 TB/s (``lab/lease``).
+On an H200, a verify pass of one node through 8 layers of Llama 3 8B takes 1.75 ms with 4,096 slots
+and 1.96 ms with 32,768; torch's operators took 3.24 and 8.07 ms. Reading the weights and the text
+alone takes 1.14 and 1.11 ms at 4.15 TB/s (``lab/lease``).
 
-It needs Triton, so it is imported only where that works.
+The module needs Triton, so it is imported only where Triton works.
 """
 
 from collections.abc import Sequence
@@ -37,32 +37,32 @@ from eesd.model.torch_ops import Inputs, TorchOperations, attend
 from eesd.runtime.engines.torch_quantized import ComputedBefore
 
 MOST_NODES = 64
-"""Maximum number of tokens of a sequence for which attention is computed in splits, and derives its
+"""Maximum number of tokens of a sequence for which attention is computed in splits, without a
 mask."""
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
 """Slots of a split."""
 ROWS = 64
-"""Queries of a program of attention, for any number of tokens: one program computes them all, so a
-query's bits do not change."""
+"""Number of queries in a program of attention, whatever the number of tokens. As the program is
+always the same, a query's bits do not change."""
 WIDEST_HEAD = 256
-"""Maximum numbers per head: wider heads do not fit the shared memory of all GPUs."""
+"""Maximum size of a head; wider heads do not fit the shared memory of all GPUs."""
 WIDE = 1024
-"""Numbers that a program of an elementwise kernel computes."""
+"""Number of values that a program of an elementwise kernel computes."""
 PART = 4096
-"""Logits of a program that looks for the best logits."""
+"""Number of logits in which a program looks for the best."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP = tl.constexpr(2**31 - 1)
 NONE = tl.constexpr(-(2**63))
-"""The highest value of each half of a key, and a number below all keys; see
+"""The largest value of each half of a key, and a number that is below all keys; see
 :func:`_best_of_part`."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers whose weights lie together, so that they run as one layer."""
+"""Linear layers whose weights are adjacent in memory, so that they run as one layer."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row of :func:`normalize`."""
+    """Compute a row of :func:`normalize`."""
     at = tl.arange(0, WIDTH)
     there = at < size
     row = tl.program_id(0).to(tl.int64) * size
@@ -81,7 +81,7 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
 def normalize(
     x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add two tensors [..., size], or take the first alone. Returns the sum and its RMSNorm."""
+    """Add two tensors [..., size], if there are two. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
     total = x if added is None else torch.empty_like(x)
     y = torch.empty_like(x)
@@ -96,7 +96,7 @@ def normalize(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(x, y, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A part of a row of :func:`gate`."""
+    """Compute a part of a row of :func:`gate`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = at < size
@@ -108,7 +108,7 @@ def _gate(x, y, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def gate(x: Tensor) -> Tensor:
-    """SwiGLU of gate and up side by side, x [..., 2 size]: [..., size]."""
+    """SwiGLU [..., size] of gate and up, which are side by side in x [..., 2 size]."""
     x = x.contiguous()
     size = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], size))
@@ -137,7 +137,8 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A head of a token of :func:`rotate_and_write`: queries come first, then keys, then values."""
+    """Compute a head of a token of :func:`rotate_and_write`. Heads of queries come first, then
+    those of keys, then those of values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // count
@@ -238,8 +239,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A split of the slots, for a KV head and some of its queries: sums before division, their peak
-    and their weight."""
+    """Compute a split of the slots, for a KV head and some of its queries: sums before division,
+    their peak and their weight."""
     STEP: tl.constexpr = 64 if WIDTH <= 128 else 32
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -253,7 +254,7 @@ def _attend(  # type: ignore[no-untyped-def]
     query = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     wanted = query < GROUP * count
     token = row * count + query % count
-    # Among all heads of all tokens.
+    # Index of the query among all heads of all tokens.
     place = token * (KV_HEADS * GROUP) + kv_head * GROUP + query // count
     at = tl.arange(0, WIDTH)
     there = at < SIZE
@@ -308,7 +309,7 @@ def _combine(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Join the splits of a head of a token."""
+    """Combine the splits of a head of a token."""
     place = tl.program_id(0).to(tl.int64)
     used = tl.load(first + place // (heads * count)).to(tl.int32) + count
     split = tl.arange(0, SPLITS)
@@ -331,8 +332,8 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
     Args:
         q: Queries [B, n, H, D].
         cache: Keys and values [B, KV, S, D], equally strided, a slot's numbers together.
-        inputs: Where the tokens are, what they see, and the shape of a mask [B, 1, n, s] for the
-            first s slots.
+        inputs: The slots of the tokens, the slots that they see, and the shape of a mask [B, 1, n,
+            s] for the first s slots.
 
     Returns:
         [B, n, H D].
@@ -375,11 +376,12 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A part of a row of :func:`find_best`: keys of its best logits, and its peak with its weight.
+    """Compute a part of a row of :func:`find_best`: the keys of its best logits, its peak, and its
+    weight.
 
-    A key is an integer of 64 bits: above, the logit's bits such that they ascend with it (NaN is
-    the highest, and zeros are equal, as in torch's argmax); below, a number that falls with the
-    column. So no two keys are equal.
+    A key is an integer of 64 bits. Its upper half is the logit's bits, changed so that they ascend
+    with the logit (NaN is the highest, and zeros are equal, as in torch's argmax). Its lower half
+    is a number that falls with the column. So no two keys are equal.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -390,7 +392,7 @@ def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.cons
     if peaks is not None:
         peak = tl.max(value, 0)
         tl.store(peaks + 2 * found, peak)
-        # All may be -inf.
+        # All logits may be -inf.
         tl.store(peaks + 2 * found + 1, tl.sum(tl.exp(value - tl.maximum(peak, -3e38)), 0))
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     order = tl.where(value != value, TOP, tl.where(bits < 0, bits ^ TOP, bits))
@@ -405,7 +407,7 @@ def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.cons
 def _join_best(  # type: ignore[no-untyped-def]
     keys, peaks, tokens, best, parts, COUNT: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Join the parts of a row of :func:`find_best`."""
+    """Combine the parts of a row of :func:`find_best`."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     if peaks is not None:
@@ -429,16 +431,16 @@ def _join_best(  # type: ignore[no-untyped-def]
 
 
 def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tensor:
-    """The most likely tokens, the first among equals, and their log-probabilities.
+    """The most likely tokens, and their log-probabilities. Among equal tokens, the first is chosen.
 
     Args:
         logits: [B, n, V].
-        count: K, at most V. 0: the most likely token alone.
-        tokens: The token of each column, [V] int64; None: the column's index.
+        count: K, at most V; 0 for the most likely token alone.
+        tokens: The token of each column, [V] int64; None if it is the column's index.
 
     Returns:
-        In float32: the ids [B, n, K] and then the log-probabilities, [2 B, n, K]; or the tokens
-        [B, n, 1].
+        A float32 tensor [2 B, n, K]: the ids [B, n, K], then the log-probabilities [B, n, K]. If
+        ``count`` is 0, the tokens [B, n, 1].
     """
     batch, nodes, size = logits.shape
     kept = max(count, 1)
@@ -455,8 +457,8 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors concatenated along their first dimension: a view if they are adjacent in memory, else
-    a copy."""
+    """Tensors concatenated along their first dimension: a view if they are adjacent in memory, a
+    copy if not."""
     first = parts[0]
     step = parts[0].stride(0)
     begin = first.storage_offset()
@@ -475,12 +477,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Sum:
-    """x and a block's addition to it, until the next norm adds them up.
+    """Hidden states x, and the term that a block adds to them, until the next norm computes the
+    sum.
 
     Attributes:
-        x: [B, n, hidden].
-        added: The addition of attention.
-        total: The sum, once a norm has read it.
+        x: Hidden states [B, n, hidden].
+        added: The term to add: the output of attention.
+        total: The sum. Set by the norm that computes it.
     """
 
     x: Tensor
@@ -499,7 +502,7 @@ class FusedOperations(TorchOperations):
         return y
 
     def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
-        """Compute one product where the weights lie together."""
+        """Compute one product if the layers' weights are adjacent in memory."""
         apart = [one for one in layers if not isinstance(self.module(one.name), ComputedBefore)]
         found = [self.module(layer.name) for layer in apart]
         if len(found) == 1 or not all(isinstance(one, nn.Linear) for one in found):
@@ -535,10 +538,11 @@ class FusedOperations(TorchOperations):
 
 
 def fuse(*modules: Draft | Verify) -> None:
-    """Give graphs the operations with kernels. A draft and a verify may share modules.
+    """Let graphs use the operations with kernels. A draft and a verify may share modules.
 
-    Models with other parts than Llama's, or with a head of EAGLE-3, keep torch's operations: the
-    kernels do not support them. A kernel finds the most likely tokens in all models.
+    Models with other parts than Llama's, or with an EAGLE-3 head, keep torch's operations, because
+    the kernels do not support them. The kernel that finds the most likely tokens is used for all
+    models.
     """
     for module in modules:
         module.best = find_best
@@ -555,7 +559,7 @@ def fuse(*modules: Draft | Verify) -> None:
 
 def _put_together(layers: Sequence[nn.Linear]) -> None:
     """Make the weights and biases of linear layers views of one tensor each. Layers that a graph
-    does not use have no weights, and stay as they are."""
+    does not use have no weights, and are left unchanged."""
     layers = [layer for layer in layers if not layer.weight.is_meta]
     for kind in ("weight", "bias"):
         parts = [getattr(layer, kind) for layer in layers if getattr(layer, kind) is not None]
@@ -566,15 +570,15 @@ def _put_together(layers: Sequence[nn.Linear]) -> None:
 
 
 def computes_by_rows(verify: Verify) -> bool:
-    """Whether a row's states do not depend on the number of rows of a call: products with torch's
-    weights depend on it."""
+    """Whether a row's states are independent of the number of rows of a call. Torch's products are
+    not."""
     blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
     products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
     return verify.operations is FusedOperations and not any(products)
 
 
 def _has_other_parts(geometry: Geometry) -> bool:
-    """Whether a block differs from Llama's in any computation, or has too wide heads."""
+    """Whether a block differs from Llama's in any computation, or has heads that are too wide."""
     return bool(
         geometry.head_dim > WIDEST_HEAD
         or geometry.qk_norm_joint

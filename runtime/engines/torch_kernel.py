@@ -1,26 +1,27 @@
-# ruff: noqa: RUF005, SIM300 -- Triton knows no unpacking, and no constant before a name
+# ruff: noqa: RUF005, SIM300 -- Triton has no unpacking, and no constant before a name
 """Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in
 registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
-of the inputs. It processes the inputs in steps. Each step reads the levels once, turns them into
-the weights of :func:`~eesd.model.quantized.dequantize`, rounded to the type of the activations, and
-multiplies every group by them. Sums are float32; another kernel adds the sums of the parts, always
-in the same order, and rounds once.
+of the inputs. It processes the inputs in steps. Each step reads its levels once, turns them into
+the same weights as :func:`~eesd.model.quantized.dequantize`, rounded to the type of the
+activations, and multiplies every group by these weights. Sums are float32; another kernel adds the
+sums of the parts, always in the same order, and rounds once.
 
 A row's bits depend neither on the other rows nor on their number: every group is a product of the
-same shape, whose sums run over the inputs in the same order, and the parts depend on the weight
-alone. Nothing is tuned at run time. The number of groups only determines how many rows share the
+same shape, whose sums run over the inputs in the same order, and the parts depend only on the
+weight. Nothing is tuned at run time. The number of groups only determines how many rows share the
 levels that are read.
 
-Levels are stored for the tensor cores. A word of 32 bits has eight levels of 4 bits, or four of 8,
-of one output. Their inputs lie a fixed number apart, so a step is that many products, and neither a
-level nor a weight ever moves between threads. Two instructions put two levels of 4 bits into the
-low bits of two numbers of 16 bits, where they count ones.
+Levels are stored in the order of the tensor cores. A word of 32 bits has eight 4-bit levels, or
+four 8-bit levels, of one output. Their inputs are a fixed distance apart, so a step consists of
+eight or four products, and neither a level nor a weight ever moves between threads. Two
+instructions put two 4-bit levels into the low bits of two 16-bit numbers, whose lowest bit is worth
+1.
 
-The sizes are the best of 24 that were timed on an H200, for the products of a block of Llama 3 8B:
-with 4-bit weights 82 us for a row and 136 for 33, with 8-bit ones 106 and 154, with bfloat16 129
-and 134. Memory alone would take 31, 59 and 105.
+The sizes are the best of 24 that were timed on an H200. With them, the products of a block of Llama
+3 8B take 82 us for 1 row and 136 us for 33 rows with 4-bit weights, 106 and 154 us with 8-bit
+weights, and 129 and 134 us with bfloat16. Reading memory alone would take 31, 59 and 105 us.
 """
 
 import torch
@@ -29,17 +30,18 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a group: the minimum for tensor cores."""
+"""Number of rows of a group: the minimum for tensor cores."""
 MOST_GROUPS = 4
-"""Maximum number of groups of a program. A round of 32 drafts has three."""
+"""Maximum number of groups of a program. A round of 32 drafted tokens has three."""
 PROGRAMS = 512
-"""Inputs are split into parts until a weight has this number of programs."""
+"""Number of programs that a weight should have; inputs are split into parts to reach it."""
 STEPS = (32, 16, 8, 4)
-"""Steps of a part: the largest number that gives a weight enough programs."""
+"""Numbers of steps that a part may have. The largest that gives a weight enough programs is
+used."""
 STAGES = 3
-"""Steps in a program's shared memory at a time."""
+"""Number of steps that are in a program's shared memory at a time."""
 WIDE = 512
-"""Sums that a program adds."""
+"""Number of sums for which a program adds the parts."""
 
 
 def _spread(magic: int) -> str:
@@ -51,15 +53,15 @@ def _spread(magic: int) -> str:
         lines.append(f"prmt.b32 t, $8, $9, {(byte + 4) << 8 | byte:#x};")
         if high:
             lines.append("shr.u32 t, t, 4;")
-        # t & ... | ...
+        # Compute t & ... | ... in one instruction.
         lines.append(f"lop3.b32 ${number}, t, 0x000f000f, {magic * 0x10001:#x}, 0xea;")
     return "\n".join(("{", *lines, "}"))
 
 
 SPREAD_FLOAT16 = tl.constexpr(_spread(0x6400))
-"""Puts levels into the low bits of the float16 1,024, the lowest of which is worth 1."""
+"""Puts levels into the low bits of 1,024 in float16, whose lowest bit is worth 1."""
 SPREAD_BFLOAT16 = tl.constexpr(_spread(0x4300))
-"""Puts levels into the low bits of 128."""
+"""Puts levels into the low bits of 128 in bfloat16, whose lowest bit is worth 1."""
 FLOAT16 = tl.constexpr((tl.float16,) * 8)
 BFLOAT16 = tl.constexpr((tl.bfloat16,) * 8)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
@@ -67,8 +69,8 @@ REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The levels in words as numbers, from the lowest bits on, each with the base of
-    :func:`_multiply`."""
+    """The levels in words as numbers, from the lowest bits on. The base that :func:`_multiply`
+    subtracts is added to each."""
     numbers = ()
     if ASM and BITS == 4 and DTYPE == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(SPREAD_BFLOAT16, REGISTERS, [words], BFLOAT16, True, 2)
@@ -81,7 +83,7 @@ def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
                 numbers = numbers + ((level.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True),)  # type: ignore[assignment]
             elif BITS == 4:
                 numbers = numbers + ((level.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True),)  # type: ignore[assignment]
-            else:  # bfloat16 counts ones in too few bits
+            else:  # bfloat16 has too few bits for 8-bit levels
                 numbers = numbers + ((level | 0x4B000000).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
     return numbers
 
@@ -134,8 +136,8 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     place = tl.arange(0, PANEL)[None, :] * WORDS + at[:, None]
     levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (WORDS * PANEL)
     sums = (tl.zeros((ROWS, PANEL), tl.float32),) * GROUPS
-    # Shared values are loaded a step ahead: they are too few for the copies that Triton makes in
-    # the background.
+    # Shared values are loaded a step ahead here, because they are too few for the copies that
+    # Triton makes in the background.
     begin = part * (STEPS * STEP)
     scale = _shared(scales, begin, inputs, outputs, column, BLOCK, SHARED)
     zero = _shared(zeros, begin, inputs, outputs, column, BLOCK, SHARED)
@@ -145,7 +147,8 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
         next_scale = _shared(scales, begin + STEP, inputs, outputs, column, BLOCK, SHARED)
         next_zero = _shared(zeros, begin + STEP, inputs, outputs, column, BLOCK, SHARED)
         next_minimum = _shared(minimums, begin + STEP, inputs, outputs, column, BLOCK, SHARED)
-        # The last part may have fewer steps; in the others it multiplies zeros by some levels.
+        # The last part may have fewer steps; in the remaining steps, zeros are multiplied by
+        # arbitrary levels.
         words = tl.load(
             levels
             + tl.minimum(begin, (inputs - 1) // STEP * STEP) // STEP * (WORDS * PANEL)
@@ -167,7 +170,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
             for group in tl.static_range(GROUPS):
                 row = tl.program_id(0) * (GROUPS * ROWS) + group * ROWS + tl.arange(0, ROWS)
                 taken = begin + number * WORDS + at
-                row = tl.minimum(row, rows - 1)  # the last one again where there is none
+                row = tl.minimum(row, rows - 1)  # beyond the last row, use the last row
                 source = x + row[:, None] * inputs + taken[None, :]
                 given = tl.load(source) if WHOLE else tl.load(source, (taken < inputs)[None, :], 0)
                 added = added + (tl.dot(given, weights.to(DTYPE), sums[group]),)  # type: ignore[assignment]
@@ -209,20 +212,21 @@ def multiply(
     """Multiply rows by a quantized weight. Does not wait for the GPU, and allocates only the
     result.
 
-    The first call with another type, block or number of groups compiles for about a second. Triton
-    keeps what it compiled.
+    The first call with a new type, block size or number of groups compiles a kernel, which takes
+    about a second. Triton keeps compiled kernels.
 
     Args:
         x: Rows [n, in], contiguous, of float16 or bfloat16.
-        levels: Levels without a sign in words of 32 bits, [panels, steps, P, W]. From its low bits
-            on, word j of panel p, step s and output c has the levels of output p P + c and the
-            inputs s K + j, s K + j + W and so on, where K is the number of inputs in a step: 8 W
-            with 4 bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
+        levels: Unsigned levels in words of 32 bits, [panels, steps, P, W]. From its low bits on,
+            word j of panel p, step s and output c has the levels of output p P + c and the inputs s
+            K + j, s K + j + W and so on, where K is the number of inputs in a step: 8 W with 4
+            bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
-        zeros: Zero points [in / block, out], a byte each. None: all are zero.
-        minimums: Minimums [in / block, out]. None: all are zero.
+        zeros: Zero points [in / block, out], a byte each; None if all are 0.
+        minimums: Minimums [in / block, out]; None if all are 0.
         bits: Bits of a level: 8 or 4.
-        middle: Subtracted from every level: the level for zero, if levels had a sign.
+        middle: Number subtracted from every level: the level that stands for 0, if levels were
+            signed.
 
     Returns:
         The products [n, out] in the type of x.
@@ -255,7 +259,7 @@ def multiply(
         "STEPS": steps,
         "WHOLE": inputs == parts * steps * step,
     }
-    # Without fused multiplication and addition the weights have the bits of the dequantized ones.
+    # Without fused multiply-add, the weights have the same bits as dequantized weights.
     options = {"ASM": x.is_cuda, "num_stages": STAGES, "enable_fp_fusion": False}
     programs = (triton.cdiv(rows, groups * ROWS), len(levels), parts)
     weight = (levels, scales, zeros, minimums)

@@ -1,8 +1,8 @@
 """Linear layers of the torch engine whose weights stay quantized in a GPU's memory.
 
 The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs
-Triton, which torch's wheels for Linux include; :func:`fault_of_kernel` tests whether Triton works,
-and this file can be imported without it.
+Triton, which comes with torch's wheels for Linux; :func:`fault_of_kernel` tests whether Triton
+works. This file can be imported without Triton.
 """
 
 from contextlib import nullcontext
@@ -19,12 +19,13 @@ from eesd.model.as_torch import as_torch
 from eesd.model.quantized import Quantized, dequantize, fields
 
 TYPES = ("float16", "bfloat16")
-"""Element types of directories whose weights stay quantized. On a GPU, float32 is for
+"""Element types of directories whose weights stay quantized. float32 on a GPU is for
 comparisons."""
 PANEL = 128
-"""Outputs that a program of the kernel computes."""
+"""Number of outputs that a program of the kernel computes."""
 WORDS = 16
-"""Words of 32 bits per output in a step, and inputs of a product: the minimum size of a block."""
+"""Number of 32-bit words per output in a step, which is also the number of inputs of a product and
+the minimum size of a block."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def arranged(
     Args:
         weight: The stored tensors of a weight [in, out].
         quantization: Its quantization.
-        device: Where to keep it.
+        device: The device.
     """
     kind = quantization.weights
     bits = BITS[quantization.weights]
@@ -76,7 +77,7 @@ def arranged(
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Levels without a sign [in, out], a byte each, in the form that ``multiply`` takes."""
+    """Unsigned levels [in, out], a byte each, in the form that ``multiply`` takes."""
     inputs, outputs = levels.shape
     count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
@@ -97,20 +98,21 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:
         """Take the weight and the bias of all layers. ``out_features`` is the number of outputs of
-        the first."""
+        the first layer."""
         super().__init__()
         self.out_features = out_features
         self.weight = weight
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] multiplied, [..., out]."""
+        """The outputs [..., out] for inputs x [..., in]."""
         y = product(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
 class ComputedBefore(nn.Module):
-    """A linear layer without outputs: an earlier :class:`QuantizedLinear` has computed them."""
+    """A linear layer whose outputs an earlier :class:`QuantizedLinear` has computed. It has no
+    outputs itself."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
@@ -139,8 +141,8 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why a device cannot multiply by quantized weights, as a clause; None if it can.
 
-    Tested by a trial, because Triton also needs a supported driver, a C compiler, and a writable
-    folder.
+    The function tries the kernel, because Triton also needs a supported driver, a C compiler, and a
+    writable folder.
     """
     scales = np.linspace(0.01, 0.3, 3 * 48, dtype=np.float32).reshape(3, 48)
     stored = Quantized(

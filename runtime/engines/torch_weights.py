@@ -1,13 +1,13 @@
 """Load an engine directory's weights into the modules of ``model/``. The weight files are mapped
-into memory, not read.
+into memory instead of read.
 
 The external data of the graphs locates every weight; its tensors have the names of the modules'
 parameters.
 
-On a GPU, directories of 16 bits run this project's kernels: the quantized weights of linear layers
-stay quantized (``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere
-weights are dequantized when they are loaded, and quantization saves no memory: on the CPU, where
-the torch engine is the reference; in float32; in an embedding table; and where ranks would cut a
+On a GPU, 16-bit directories use this project's kernels: the quantized weights of linear layers stay
+quantized (``torch_quantized.py``), and blocks run fewer kernels (``torch_fused.py``). In all other
+cases weights are dequantized when they are loaded, and quantization saves no memory: on the CPU,
+where the torch engine is the reference; in float32; in an embedding table; and if ranks would cut a
 block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
@@ -61,7 +61,7 @@ from eesd.runtime.engines.torch_quantized import (
 
 @dataclass(frozen=True)
 class Levels:
-    """A weight that stays quantized: its tensors, as the files hold them."""
+    """The tensors of a weight that stays quantized, as stored in the files."""
 
     stored: Quantized
     quantization: Quantization
@@ -71,7 +71,7 @@ class Levels:
 
 
 Files = dict[str, NDArray[np.uint8]]
-"""The bytes of the weight files by name, as mapped pages."""
+"""The bytes of the weight files, as mapped pages, by name."""
 Weights = dict[str, Tensor | QuantizedWeight]
 """Weights by name; linear weights that are tensors as [out, in]."""
 
@@ -82,7 +82,7 @@ class StageModules:
 
     Attributes:
         verify: The stage of verify.
-        draft: The draft, over the same weights; only on the device of the first stage.
+        draft: The draft, over the same weights. Only the first stage has it.
         rotary_tables: cos and sin, each [S, D/2].
         by_rows: Whether a row's states in verify are independent of the number of rows in a call.
     """
@@ -101,8 +101,8 @@ def load_modules(
     split: Split | None = None,
     kernels: bool | None = None,
 ) -> list[StageModules]:
-    """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not
-    copies.
+    """Load the stages of verify. On the CPU, weights are not copies but the mapped pages of the
+    files.
 
     Args:
         directory: Engine directory.
@@ -111,8 +111,8 @@ def load_modules(
         draft: Whether to load the draft. Without it, weights that only the draft uses are not
             loaded.
         split: This process's part of the blocks. None: all of them.
-        kernels: Whether to use kernels in Triton: with them quantized weights stay quantized, and
-            blocks take fewer steps. None: on a GPU, where they work.
+        kernels: Whether to use kernels in Triton, with which quantized weights stay quantized, and
+            blocks run fewer kernels. None: on a GPU where they work.
 
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the
@@ -131,7 +131,7 @@ def load_modules(
             stored = _load_weights(directory, manifest, graphs, files, kernels, split)
         with explain_out_of_memory("The weights"):
             weights = {name: weight.to(device) for name, weight in stored.items()}
-        del stored  # dequantized weights
+        del stored  # frees dequantized weights
         with _explain_mismatch(directory):
             add = None if split is None else split.add
             verify = Verify(*_empty_modules(own), manifest.stage_layers[number], add)
@@ -145,7 +145,7 @@ def load_modules(
             fuse(verify, *drafting)
             by_rows = computes_by_rows(verify)
         cos, sin = (
-            # A stage may have no attention.
+            # A stage may have no attention, and so no rotary tables.
             _tensor(weights.get(name, torch.empty(0))).to(device, getattr(torch, manifest.dtype))
             for name in ROTARY_TABLES
         )
@@ -154,8 +154,8 @@ def load_modules(
 
 
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device is a GPU whose kernels support this directory's type. Gives a notice if the
-    kernels do not work there."""
+    """Whether a device is a GPU on which the kernels support this directory's type. Logs a notice
+    if the kernels do not work on it."""
     if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
     fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
@@ -196,13 +196,13 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
 
 
 def _set_weights(module: Graph, manifest: Manifest, weights: Weights, names: Iterable[str]) -> None:
-    """Give a graph its weights. Parameters without a weight stay on the meta device.
+    """Set the weights of a graph. Parameters without a weight stay on the meta device.
 
     A layer with a quantized weight takes the place of all layers whose weight it has.
 
     Args:
         module: The graph.
-        manifest: The manifest, or that of this rank's part.
+        manifest: The manifest, or the manifest of this rank's part.
         weights: Weights by name.
         names: The weights of the graph.
     """
@@ -276,8 +276,8 @@ def _load_weights(
 def _own_part(
     weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split
 ) -> Tensor | Levels:
-    """This rank's part of a weight or a bias. The bias of a layer with a split input belongs to the
-    first rank."""
+    """This rank's part of a weight or a bias. Only the first rank has the bias of a layer whose
+    input is split."""
     name, side = weight.name, split_side(weight.name)
     if side is None:
         return found
@@ -305,7 +305,7 @@ def _own_part(
 
 
 def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:
-    """The parts of a packed weight by name: views."""
+    """Views of the parts of a packed weight, by name."""
     return dict(
         zip(parts_of(name), torch.split(tensor, _outputs(name, len(tensor), manifest)), strict=True)
     )
@@ -324,7 +324,7 @@ def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
 def _load_weight(
     weight: StoredWeight, stored: dict[str, TensorProto], files: Files, keep_levels: bool
 ) -> Tensor | Levels:
-    """A weight as [out, in]: a view of its file, or a dequantized copy; or the weight's levels."""
+    """A weight: a view of its file or a dequantized copy, as [out, in]; or its levels."""
     quantization = weight.quantization
     if quantization is None:
         tensor = as_torch(
@@ -342,8 +342,8 @@ def _load_weight(
 def _stored_levels(
     weight: StoredWeight, quantization: Quantization, stored: dict[str, TensorProto], files: Files
 ) -> Quantized:
-    """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few
-    bytes."""
+    """The tensors of a quantized weight, as views of their file. Raises ValueError if the file has
+    too few bytes."""
     kind = quantization.weights
     shape = weight.scales_shape
     types = {SCALES: weight.scales_dtype}
@@ -365,8 +365,8 @@ def _stored_levels(
 
 
 def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: Files) -> Array:
-    """A view of a tensor in its file: flat bytes if it is quantized, else with its type and
-    shape.
+    """A view of a tensor in its file: flat bytes if it is quantized; if not, an array of its type
+    and shape.
 
     Args:
         tensor: The tensor of the graph.

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: runs built engines on torch's device memory, wherever the engines come
+"""Run engines of TensorRT and TensorRT-RTX on torch's device memory, wherever the engines come
 from."""
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,11 @@ class TrtStageRunner:
 
     Attributes:
         graph: The graph.
-        decode_nodes: Largest node count of profile 0. Larger calls are prefill and use profile 1.
+        decode_nodes: Largest node count of profile 0. Larger calls are prefill calls and use
+            profile 1.
         make_context: Makes an execution context that has no memory.
-        stream: The device, and the stream to run in.
-        scratch: Memory that the contexts work in. They run one after another, so they share it.
+        stream: The stream to run in, with its device.
+        scratch: Working memory of the contexts. They run one after another, so they share it.
         capturable: Whether all calls prepared so far can be captured in a CUDA graph.
     """
 
@@ -101,9 +102,8 @@ def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
 
 Tensors = Tensor | Sequence[Tensor]
 KVMemory = Tensors | Callable[[int], Tensors]
-"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.RowMemory`, or a
-function that makes it for a number of sequences. Where there is one tensor, it need not be in a
-list."""
+"""Memory for one sequence (see :class:`~eesd.runtime.engines.device_cache.RowMemory`), or a
+function that makes it for a number of sequences. A single tensor need not be in a list."""
 
 
 class EngineSource(Protocol):
@@ -116,7 +116,7 @@ class EngineSource(Protocol):
 
     @property
     def max_batch(self) -> int:
-        """Sequences that every engine takes in one call that decodes."""
+        """Number of sequences that every engine takes in one decoding call."""
 
     def load(self, graph: GraphInfo) -> Any:
         """The ``ICudaEngine`` of a graph, on the current GPU."""
@@ -146,11 +146,11 @@ def open_tensorrt(
         draft: Whether to load the draft engine.
         streams: The stream of each stage of verify. Stages on one GPU share its stream. Default:
             the stages are spread over the GPUs.
-        kv_memory: Memory for the KV cache of one sequence, or a function that makes it for each
+        kv_memory: Memory for the KV cache of one sequence; or a function that makes memory for each
             session opened while others are open, and for the rows of a batch. Default: allocate
             with torch.
-        scratch: Memory that execution contexts work in, one tensor for all stages or one for each.
-            Default: allocate with torch.
+        scratch: Working memory of the execution contexts: one tensor for all stages, or one for
+            each. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
@@ -197,8 +197,8 @@ def open_tensorrt(
 
 
 def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
-    """Raise :class:`EESDError` unless every cache has the right slots and is updated in place:
-    later calls would not see writes to a copy."""
+    """Raise :class:`EESDError` unless every cache has the right number of slots and is updated in
+    place: later calls would not see writes to a copy."""
     for tensor in graph.outputs[len(graph.results) :]:
         slots = engine.get_tensor_shape(tensor.name)[2]
         if slots != manifest.gpu_slots:
@@ -218,7 +218,8 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
 ) -> Callable[[int], RowMemory]:
-    """Makes the KV caches of open sessions, each in separate memory, and those of a batch."""
+    """Return a function that makes memory for the KV caches of open sessions, separate for each,
+    and for those of a batch."""
     unused = [] if callable(given) else [given]
 
     def lent(rows: int, tensors: Tensors) -> RowMemory:
@@ -265,10 +266,10 @@ def _scratch_memory(
     """Memory for the execution contexts of each stream, as large as its largest engine needs.
 
     Args:
-        graphs: Each graph with the stream it runs in.
+        graphs: Each graph, and the stream in which it runs.
         engines: TensorRT engines by the name of the graph file.
         stages: The stream of each stage of verify.
-        given: Memory to use, one tensor for all stages or one for each; None: allocate.
+        given: Memory to use: one tensor for all stages, or one for each; None to allocate memory.
     """
     sizes: dict[DeviceStream, int] = {}
     for graph, stream in graphs:

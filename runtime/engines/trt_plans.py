@@ -1,8 +1,7 @@
 """The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the
 GPUs that they support.
 
-Plans are checked before they are loaded, because the errors of TensorRT's loader do not name a
-remedy.
+Plans are checked before they are loaded, because errors of TensorRT's loader do not name a remedy.
 """
 
 import hashlib
@@ -26,25 +25,27 @@ LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
 
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""The flavours of TensorRT plans, and the Python module that builds and runs each."""
+"""The flavours of TensorRT plans, and the Python module that builds and runs plans of each."""
 LONG_CACHE = 16384
-"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node
-(measured: not for 24576)."""
+"""Slots of the largest cache for which TensorRT-RTX is known to have an attention kernel for
+exactly one node (measured; it has none for 24576)."""
 FEWEST_SLOTS = 1024
-"""Attention over fewer slots is not worth separate kernels: weights are far more to read."""
+"""Attention over fewer slots is not worth separate kernels, because reading the weights takes far
+longer."""
 TURING = "7.5"
-"""The oldest compute capability with kernels. It lacks kernels for bfloat16 and int4: builds end in
-a compiler error."""
+"""The oldest compute capability that has kernels. It lacks kernels for bfloat16 and int4, for which
+builds end in a compiler error."""
 
 _LEAST = {FP8: "8.9", FP4: "10.0"}
-"""The oldest compute capability with kernels for levels that only some GPUs support."""
+"""The oldest compute capability that has kernels for levels of these types, which only some GPUs
+support."""
 
 
 class PlanDirectory:
     """The plans of an engine directory, and the library that built them.
 
-    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored next to the
-    plan, so the next start is fast.
+    TensorRT-RTX compiles the kernels of a plan when they first run. The compiled kernels are stored
+    next to the plan, so the next start is fast.
 
     Attributes:
         trt: The Python module of the plans' flavour.
@@ -60,7 +61,7 @@ class PlanDirectory:
         self._check_profiles()
         _check_gpu(directory, manifest, self._plans[0])
         if any(plan.refit for plan in self._plans) and files_changed(directory, manifest):
-            verify_files(directory, manifest)  # only then: like loading, it reads all weights
+            verify_files(directory, manifest)  # only in this case, because it reads all weights
         self._errors: list[str] = []
         self._create = partial(
             create,
@@ -73,7 +74,8 @@ class PlanDirectory:
 
     @property
     def notice(self) -> str:
-        """A line on the kernels that TensorRT-RTX has not compiled yet; empty if there are none."""
+        """A line for the user about kernels that TensorRT-RTX has yet to compile; empty if there
+        are none."""
         if not hasattr(self.trt, "IRuntimeCache") or all(
             self._kernel_file(graph).exists() for graph in self._manifest.graphs
         ):
@@ -85,14 +87,14 @@ class PlanDirectory:
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every plan of verify takes in one call."""
+        """Number of prompt tokens that every plan of verify takes in one call."""
         return min(
             self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify
         )
 
     @property
     def max_batch(self) -> int:
-        """Sequences that every plan takes in one call that decodes."""
+        """Number of sequences that every plan takes in one decoding call."""
         return min(plan.max_batch for plan in self._plans)
 
     def _check_profiles(self) -> None:
@@ -126,7 +128,7 @@ class PlanDirectory:
         if not info.refit:
             return engine
         refitter = self._create("Refitter", engine)
-        # The weights are in its memory until the engine has them.
+        # The parser's memory holds the weights until the engine has them.
         parser = self._create("OnnxParserRefitter", refitter)
         if not (parser.refit_from_file(str(graph_read(path))) and refitter.refit_cuda_engine()):
             raise EESDError(
@@ -139,13 +141,13 @@ class PlanDirectory:
         """Make an execution context that has no memory, with the kernels that an earlier start
         compiled."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        # TensorRT compiles all kernels when it builds the plan.
+        # TensorRT (without RTX) compiles all kernels when it builds the plan.
         if not hasattr(self.trt, "IRuntimeCache"):
             return engine.create_execution_context(strategy)
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        # A CUDA graph keeps the kernels that it captured. They must not be fallbacks that run until
-        # the real ones are compiled.
+        # A CUDA graph keeps the kernels that it captured, so they must not be the fallbacks that
+        # run until the real kernels are compiled.
         config.dynamic_shapes_kernel_specialization_strategy = (
             self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
         )
@@ -212,13 +214,13 @@ def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInf
 
 
 def graph_read(plan: Path) -> Path:
-    """The graph that TensorRT read for a plan. It is next to the plan and the weights."""
+    """The graph file that TensorRT read for a plan. It is next to the plan and the weights."""
     return plan.with_suffix(".plan.onnx")
 
 
 def refit_digest(graph: Path, manifest: Manifest) -> str:
-    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights next to it. The
-    samples of two models differ."""
+    """SHA-256 of a graph file of :func:`graph_read` and of samples of the weights next to it.
+    Samples of different models differ."""
     files = [
         name
         for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked)
@@ -229,7 +231,8 @@ def refit_digest(graph: Path, manifest: Manifest) -> str:
 
 
 def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
-    """Import the library of the plans' flavour. It must have the version that built them."""
+    """Import the library of the plans' flavour, in the version that built them. Raises
+    :class:`EESDError` for another version."""
     flavours = {plan.flavour for plan in plans}
     versions = {plan.version for plan in plans}
     if len(flavours) != 1 or len(versions) != 1:
@@ -299,7 +302,7 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
     """Make a TensorRT object. Raises :class:`EESDError` if the library returns no object, because
     CUDA does not work.
 
-    TensorRT's Python bindings then raise a TypeError without a reason.
+    In that case, TensorRT's Python bindings raise a TypeError without a reason.
     """
     try:
         return getattr(importlib.import_module(FLAVOURS[flavour]), name)(*subject, logger)
@@ -312,16 +315,16 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
 
 
 def library_version(flavour: str) -> str:
-    """Version of the installed library.
+    """Version of a flavour's installed library.
 
-    It is that of the module, not of the package: ``tensorrt``, ``tensorrt-cu12`` and
+    The version is the module's, not the package's: ``tensorrt``, ``tensorrt-cu12`` and
     ``tensorrt-cu13`` install the same module.
     """
     return str(importlib.import_module(FLAVOURS[flavour]).__version__)
 
 
 def supported_capabilities(flavour: str) -> tuple[str, ...]:
-    """The compute capabilities that the installed TensorRT-RTX has kernels for.
+    """The compute capabilities for which the installed TensorRT-RTX has kernels.
 
     Empty for TensorRT: it builds only on the GPU that will run the plans, and raises errors there.
     """
@@ -334,7 +337,7 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
 def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
     """The compute capabilities for which TensorRT-RTX builds a directory's plans by default.
 
-    Empty: the choice of TensorRT-RTX, which is all except the oldest.
+    If empty, TensorRT-RTX chooses: all except the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
     return tuple(
@@ -379,11 +382,11 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
 
 
 def first_slots(slots: int) -> tuple[int, ...]:
-    """Numbers of slots, from the first on, that attention in a plan may read. A call reads the
-    smallest number that holds the slots it sees.
+    """The numbers of first slots that attention in a plan may read. A call reads the smallest
+    number that includes all slots that it sees.
 
-    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 for
-    alignment, and all.
+    The numbers are an eighth, a quarter and a half of ``slots``, rounded down to a multiple of 16
+    for alignment, and ``slots``.
     """
     parts = (slots // (16 * part) * 16 for part in (8, 4, 2))
     return (*(some for some in parts if some >= FEWEST_SLOTS), slots)
@@ -394,21 +397,21 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
     range.
 
     For exactly one node, attention reads the caches in place; for a range it copies them in every
-    call. But there is no such attention for long caches, and kernels for exactly one node expand
-    int8 weights to 16 bits in every call.
+    call. But there is no such attention kernel for long caches, and kernels for exactly one node
+    expand int8 weights to 16 bits in every call.
     """
     own = quantization.draft
-    copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all that verify has in int8
+    copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all int8 weights
     int8 = not copies and any(one.weights == "int8" for one in quantization.used)
     return max_seq_len <= LONG_CACHE and not int8
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
-    """Numbers of slots, from the first on, that attention in a graph's plan may read, ascending:
-    the columns of its mask.
+    """The numbers of first slots that attention in a graph's plan may read, ascending. Its mask has
+    one of these numbers of columns.
 
-    A draft that reads the caches in place reads all slots: for fewer slots, TensorRT-RTX reads a
-    copy.
+    A draft that reads the caches in place reads all slots, because TensorRT-RTX would copy a
+    smaller number of slots.
     """
     if graph == manifest.draft and one_node_is_faster(manifest.max_seq_len, manifest.quantization):
         return (manifest.gpu_slots,)
