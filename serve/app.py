@@ -30,7 +30,7 @@ ROUTERS = (
 
 
 class _Application(FastAPI):
-    """Drops the query of a URL: no route reads it, and a trace would show it."""
+    """Drops the query of a URL, because no route reads it, and a trace would show it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__({**scope, "query_string": b""}, receive, send)
@@ -46,8 +46,8 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
         service: The batch.
         options: Limits and names.
     """
-    # One span per request if OpenTelemetry is configured (older versions ignore this). No
-    # documentation pages, because they load scripts from other hosts.
+    # Each request has one span if OpenTelemetry is configured (older versions ignore this). There
+    # are no documentation pages, because they load scripts from other hosts.
     traced: Any = {"operation_spans": False, "exclude": lambda scope: path_of(scope) in QUIET}
     app = _Application(
         title="EESD",
@@ -64,7 +64,7 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     handle_errors(app)
     open_paths = ("/health", "/ready", *(["/metrics"] if options.metrics_open else []), *FILES)
     app.add_middleware(Gate, serving=app.state.serving, open_paths=open_paths)
-    if options.allowed_origins:  # before the gate: a preflight request has no key
+    if options.allowed_origins:  # outside the gate, because a preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
@@ -81,7 +81,8 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI schema: an invalid body is a 400, as with OpenAI, and a key is a bearer token."""
+    """The OpenAPI schema, changed so that an invalid body gives a 400, as with OpenAI, and a key is
+    a bearer token."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in schema["paths"].values():
         for operation in path.values():

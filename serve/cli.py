@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine. A server that listens on one of them accepts all of them as its host, and
-no other name."""
+"""Names of this machine. A server that listens on one of these names accepts requests for any of
+them, and for no other name."""
 NAMES = (
     "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
 )
@@ -189,9 +189,9 @@ def main(host: str, port: int, **options: Any) -> None:
     limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:
-        # runs the calls of rank 0, which has the port, until rank 0 ends
+        # until rank 0 ends, run its calls; only rank 0 has the port
         load_as_asked(engine_dir_of(options), options, speculation)
-    # Before the model is loaded, so that a port in use is reported at once.
+    # Bind before the model is loaded, so that a port in use is reported at once.
     with bind(host, port) as bound:
         llm = load_as_asked(engine_dir_of(options), options, speculation)
         app = make_app(Service(llm, batch), limits)
@@ -229,7 +229,8 @@ def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "Ser
     Args:
         options: The options by name. Missing options have the defaults of
             :class:`~eesd.serve.http.options.ServeOptions`.
-        answers_for_itself: Whether requests must be for this machine if the options name no host.
+        answers_for_itself: Whether only requests for this machine are accepted if the options name
+            no host.
 
     Raises:
         EESDError: A value cannot be used.

@@ -23,7 +23,8 @@ REFUSED = ("mcp_servers", "container")
 """Fields for features that this server does not support."""
 BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts before its system prompt, with different digits in each
-request. The line is left out, because with it no cached prefix would match the next request."""
+request. The line is left out, because it would keep cached prefixes from matching the next
+request."""
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_")
 """Types of tools that Anthropic's servers run."""
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -31,7 +32,7 @@ EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}
 
 
 def as_chat(body: PromptBody) -> ChatBody:
-    """Return the chat request. If the last message is the assistant's, the answer continues it.
+    """Return the chat request. If the last message is from the assistant, the answer continues it.
 
     Raises:
         APIError: The request asks for something that this server does not support.
@@ -91,11 +92,11 @@ def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
 
 
 def _edited(body: PromptBody) -> list[Turn]:
-    """The turns without the thoughts that ``context_management`` clears. Other edits are left to
-    :func:`check_edits`.
+    """The turns, without the thoughts that ``context_management`` clears. :func:`check_edits`
+    handles other edits.
 
     Raises:
-        APIError: The request asks for another edit.
+        APIError: The request asks for an unknown edit.
     """
     turns = body.messages
     for edit in _edits(body):
@@ -137,7 +138,7 @@ def check_edits(body: PromptBody, tokens: int) -> None:
     ``context_management`` clears tool results, because this server cannot clear them.
 
     Raises:
-        APIError: There are tool results to clear.
+        APIError: There are tool results that would have to be cleared.
     """
     blocks = [block for turn in body.messages for block in turn.content]
     uses = sum(isinstance(block, Block) and block.type == "tool_use" for block in blocks)
@@ -154,8 +155,8 @@ def check_edits(body: PromptBody, tokens: int) -> None:
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """Return a turn as chat messages. Results of calls become separate messages, before the text of
-    the same turn."""
+    """Return a turn as chat messages. Results of calls become separate messages before the turn's
+    text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if block.type == "tool_result"]

@@ -68,8 +68,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> MessageAnswer:
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """Yield the events of a stream. A refusal before the first event has a status; a later failure
-    is the last event."""
+    """Yield the events of a stream. An error before the first event has an HTTP status; a later
+    error becomes the last event."""
     async with generations:
         yield _event("message_start", message=writer.answer())
         try:
@@ -102,7 +102,7 @@ class _Writer:
         self._model = serving.model_name
         self._blocks: list[AnswerBlock] = []
         self._pieces: list[str] = []
-        """Pieces of the open block so far."""
+        """Pieces of text of the open block so far."""
         self._open = False
 
     def see(self, update: Update) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -193,7 +193,7 @@ class _Writer:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a call; empty if it was cut off, as ``stop_reason`` then shows."""
+    """The input of a call; empty if the call was cut off, which ``stop_reason`` shows."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -16,13 +16,13 @@ _FIELDS = {
     },
     **{"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"},
 }
-"""vLLM's older fields, and those of llama.cpp and SGLang."""
+"""Older fields of vLLM, and fields of llama.cpp and SGLang."""
 FIELDS = {*_FIELDS, "response_format", "guided_json_object", "format", "structured_outputs"}
 """All fields of a request that constrain its output."""
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 """The entries of vLLM's ``structured_outputs`` that define the allowed output."""
 _IGNORED = ("disable_any_whitespace", "disable_fallback")
-"""Entries that have no effect here."""
+"""Entries of ``structured_outputs`` that have no effect here."""
 _OBJECT = {"type": "object"}
 
 
@@ -36,10 +36,10 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
         llm: The model.
 
     Returns:
-        None if the request asks for none.
+        None if the request has no constraint.
 
     Raises:
-        EESDError: The request asks for several constraints, or for one that cannot be used.
+        EESDError: The request has several constraints, or a constraint that cannot be used.
     """
     asked = _of_response_format(body.get("response_format"))
     asked += [
@@ -69,7 +69,7 @@ def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
         )
     if given["type"] == "text":
         return []
-    # llama.cpp and other servers put the schema beside the type
+    # with llama.cpp and other servers, the schema is next to the type
     beside = given.get("schema")
     if given["type"] == "json_object":
         return [("json", _OBJECT if beside is None else beside, False)]

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts, with the special tokens that code models were trained with."""
+"""Fill-in-the-middle prompts, with the special tokens on which code models were trained."""
 
 from eesd.common.errors import EESDError
 from eesd.runtime.text import TextCodec
@@ -19,7 +19,7 @@ _ENDS = {
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }.union(*MARKS)
-"""Marks that models write after the middle, though not all of them list it as an EOS token."""
+"""Marks that models write after the middle, though not all models list theirs as an EOS token."""
 
 
 def ends_between(codec: TextCodec) -> list[int]:
@@ -32,7 +32,7 @@ def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
     """Return the token ids of a prompt for the text between two texts.
 
     Raises:
-        EESDError: The tokenizer has no such special tokens.
+        EESDError: The tokenizer has no special tokens for this.
     """
     for names in MARKS:
         marks = [

@@ -33,9 +33,9 @@ class HarmonyParser:
     """Parses an answer, piece by piece.
 
     Args:
-        names: Names of the functions. A message for another function is content.
-        streaming: Whether arguments are returned as they come. False: calls that are not a JSON
-            object are content.
+        names: Names of the functions. A message that calls any other function is content.
+        streaming: Whether arguments are returned as they come. If False, a call whose arguments are
+            not a JSON object is content.
 
     Attributes:
         calls: The number of calls so far.
@@ -52,8 +52,8 @@ class HarmonyParser:
         self._begun = False
 
     def push(self, text: str, last: bool) -> list[ToolDelta]:
-        """Return the deltas that are certain with more text; all of them with the ``last``
-        piece."""
+        """Add text. Return the deltas that are now certain; with the ``last`` piece, all remaining
+        deltas."""
         self._held += text
         deltas: list[ToolDelta] = []
         while self._held:
@@ -88,7 +88,7 @@ class HarmonyParser:
                 yield ToolDelta(index=self.calls, id=HARMONY.call_id(), name=self._name)
 
     def _body(self, last: bool) -> Iterator[ToolDelta]:
-        """Yield the text of a message, up to a possible end mark."""
+        """Yield the text of a message up to the end mark, or up to text that may become one."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         at, mark = min(found, default=(len(self._held), ""))
         if not found and not last:

@@ -1,5 +1,5 @@
-"""Thoughts of a model, separated from its answer: a leading ``<think>...</think>``, as Qwen3,
-DeepSeek and SmolLM3 write it."""
+"""Separate a model's thoughts from its answer. Thoughts are a leading ``<think>...</think>``, as
+Qwen3, DeepSeek and SmolLM3 write it."""
 
 from eesd.runtime.text import TextCodec, overlap
 
@@ -19,7 +19,7 @@ class ThinkParser:
     dropped.
 
     Args:
-        begun: Whether the prompt ends with ``<think>``, so that the answer begins inside.
+        begun: Whether the prompt ends with ``<think>``, so that the answer begins inside thoughts.
     """
 
     def __init__(self, begun: bool) -> None:
@@ -32,8 +32,8 @@ class ThinkParser:
         return self._state in ("start", "thinking")
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Return the thoughts and the answer text that are certain with more text; all of it with
-        the ``last`` piece."""
+        """Add text. Return the thoughts and the answer text that are now certain; with the ``last``
+        piece, all that remain."""
         self._held += text
         thought = ""
         if self._state == "before":

@@ -12,7 +12,7 @@ from eesd.runtime.text import TextCodec
 
 
 def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
-    """Tokenizations of each word: at the beginning of a text, and after a space."""
+    """Tokenizations of each word, at the beginning of a text and after a space."""
     ways = dict.fromkeys(
         tuple(codec.ids(before + word.lstrip(), special=False))
         for word in words
@@ -27,9 +27,9 @@ class TokenFilter:
 
     Args:
         size: Number of tokens in the vocabulary.
-        only: Allowed tokens; None: all.
+        only: Allowed tokens; None allows all.
         words: Forbidden sequences of tokens.
-        inner: Another constraint of the text.
+        inner: The other constraint; None if there is none.
 
     Attributes:
         ignored: Keywords of a JSON schema that are not enforced.
@@ -50,7 +50,7 @@ class TokenFilter:
             self._mask[list(only)] = True
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """The tokens [V] that may follow these.
+        """Mask [V] of the tokens that may follow ``tokens``.
 
         Raises:
             ConstraintError: No token may follow, or the other constraint failed.

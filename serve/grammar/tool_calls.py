@@ -1,5 +1,5 @@
 """Incremental parser of function calls in a model's answer, for the three formats that most models
-write.
+use.
 
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>  Hermes, Qwen, and models that
                                                                        are told to
@@ -7,9 +7,9 @@ write.
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]           Mistral; newer:
                                                                        [TOOL_CALLS]f{...}
 
-If the format has marks, an answer that consists only of calls without them is parsed, too: some
-models write calls bare, in a fence, or between other tags. All text that is not a call of a known
-function stays content. Blanks around calls are dropped.
+If the format has marks, an answer that consists only of calls without these marks is parsed, too:
+some models write calls bare, in a fence, or between other tags. All text that is not a call of a
+known function remains content. Blanks around calls are dropped.
 """
 
 import json
@@ -50,7 +50,7 @@ HARMONY = ToolFormat("harmony", "<|channel|>", "", "arguments")
 """The format of gpt-oss, which :mod:`eesd.serve.grammar.harmony` parses."""
 BLANKS = " \t\r\n"
 BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
-"""Characters skipped before a call."""
+"""Characters that are skipped before a call."""
 
 OTHER_MARKS = (
     *("```json", "```xml", "```", "[", ",", "]"),
@@ -60,22 +60,23 @@ OTHER_MARKS = (
         for slash in ("", "/")
     ),
 )
-"""Text around calls without the marks of their format. llama.cpp accepts the same tags."""
+"""Text that may be around calls that lack the marks of their format. llama.cpp accepts the same
+tags."""
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
 _LONGEST_HEAD = 300
-"""Maximum number of characters in a call before its arguments, blanks included."""
+"""Maximum number of characters in a call before its arguments, including blanks."""
 _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
-"""Characters of JSON outside of strings."""
+"""Characters that JSON may have outside strings."""
 
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """Addition of a piece of text to the answer: content, a thought, the beginning of a call
-    (``id`` and ``name``), or its arguments."""
+    """A part that text adds to the answer: content, a thought, the beginning of a call (``id`` and
+    ``name``), or a piece of its arguments."""
 
     content: str = ""
     index: int = 0
@@ -85,7 +86,7 @@ class ToolDelta:
     thought: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As the ``delta`` of a chunk of OpenAI's API."""
+        """The ``delta`` of a chunk of OpenAI's API."""
         if self.content:
             return {"content": self.content}
         if self.thought:
@@ -114,7 +115,7 @@ class _Object:
     Attributes:
         start: Index of the object's first bracket.
         at: Index up to which the text has been read.
-        end: Index after the object's last bracket; None: not found yet.
+        end: Index after the object's last bracket; None until it is found.
         broken: Whether the text is not JSON.
     """
 
@@ -152,7 +153,7 @@ class _BareCalls:
 
     Attributes:
         text: The answer so far.
-        calls: The calls so far: name, arguments, and end index.
+        calls: The calls so far. Each has a name, arguments, and the index of its end.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -197,7 +198,7 @@ class _BareCalls:
         return True
 
     def _begins(self, text: str) -> bool:
-        """Whether an object begins, or may continue, like a call."""
+        """Whether an object begins like a call, or may still become one."""
         squeezed = "".join(text[:_LONGEST_HEAD].split())
         return any(head.startswith(squeezed[: len(head)]) for head in self._heads)
 
@@ -206,19 +207,19 @@ class ToolParser:
     """Parses an answer, piece by piece.
 
     Args:
-        format: How the model writes calls.
+        format: The model's format of calls.
         names: Names of the functions.
         streaming: Whether to return a call as soon as its name is known and its arguments begin,
-            and the arguments as they come, though they may turn out to be cut off or not JSON.
-            False: return complete calls only; anything else is content.
-        most: Maximum number of calls; further calls stay content.
-        forced: Whether the answer must be calls. The beginning of a call at which the answer is cut
-            off is then not content.
-        marks: Text of special tokens, which the tokenizer decodes to nothing.
+            and the arguments as they come, though they may turn out to be cut off or not JSON. If
+            False, only complete calls are returned as calls; all other text is content.
+        most: Maximum number of calls; further calls remain content.
+        forced: Whether the answer must be calls. If it is cut off within the beginning of a call,
+            that beginning is then not content.
+        marks: Text of special tokens by id, because the tokenizer decodes them to nothing.
 
     Attributes:
         calls: Number of calls returned so far.
-        marks: As given.
+        marks: The argument ``marks``.
     """
 
     def __init__(
@@ -239,20 +240,21 @@ class ToolParser:
         self._forced = forced
         self.calls = 0
         self._bare = _BareCalls(names) if format.begin and not forced else None
-        """Parser of calls without marks, as long as the answer may consist only of them."""
+        """Parser of calls without marks, used as long as the answer may consist only of such
+        calls."""
         self._text = ""
-        """Text not returned yet."""
+        """Text that was not returned yet."""
         self._raw = ""
-        """Text skipped before a call, which is content if no call follows."""
+        """Text that was skipped before a call. It is content if no call follows."""
         self._state = self._content if format.begin else self._before
         self._object = _Object(0)
         self._arguments: _Object | None = None
-        """The arguments of a call whose beginning was returned; ``_told`` is the index up to which
-        they were returned."""
+        """The arguments of a call whose beginning was returned. They were returned up to the index
+        ``_told``."""
         self._told = 0
 
     def push(self, text: str) -> list[ToolDelta]:
-        """Return the deltas that are certain with more text."""
+        """Add text. Return the deltas that are now certain."""
         if self._bare is not None:
             if self._bare.push(text):
                 return []
@@ -293,7 +295,7 @@ class ToolParser:
         return [*deltas, ToolDelta(more)] if more else deltas
 
     def _content(self) -> Iterator[ToolDelta]:
-        """Yield content, except a possible beginning of a call and the blanks before it."""
+        """Yield content, except text that may begin a call and the blanks before it."""
         begin = self._format.begin
         at = self._text.find(begin) if begin and self.calls < self._most else -1
         sure = at if at >= 0 else len(self._text) - overlap(self._text, begin)
@@ -308,7 +310,8 @@ class ToolParser:
         return iter([ToolDelta(content)] if content else [])
 
     def _before(self) -> Iterator[ToolDelta]:
-        """Skip the text before a call. Mistral's newer models write their mark before each."""
+        """Skip the text before a call. Newer models of Mistral write their mark before each
+        call."""
         rest = self._text.lstrip(BETWEEN[self._format])
         if self._format is MISTRAL:
             marked = self._text.lstrip(BLANKS + ",]")
@@ -355,8 +358,8 @@ class ToolParser:
             self._end_call(self._object.end if whole else self._object.at)
 
     def _head(self, whole: bool) -> tuple[str, int] | None:
-        """Name of the function and start of its arguments, if the function is known and, unless
-        streaming, the call is JSON."""
+        """Name of the function, and index at which its arguments begin; None if the function is
+        unknown or, unless streaming, if the call is not JSON."""
         if not (whole or self._streaming):
             return None
         match = _HEAD.match(self._text) or (
@@ -380,7 +383,7 @@ class ToolParser:
             self._state = self._before if self.calls < self._most else self._content
 
     def _after(self) -> Iterator[ToolDelta]:
-        """Skip the end of a call, or of Mistral's list."""
+        """Skip the end mark of a call, or the end of Mistral's list of calls."""
         rest = self._text.lstrip(BLANKS)
         end = self._format.end or "]"
         if rest.startswith(end):
@@ -407,8 +410,8 @@ def _parsed(text: str) -> Any:
 
 
 def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call whose entries have another order, or that has more entries; None
-    if the text is not a call."""
+    """Name and arguments of a call whose entries are in another order, or that has further entries;
+    None if the text is not a call."""
     call = _parsed(text)
     if (
         not isinstance(call, dict)

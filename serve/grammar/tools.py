@@ -1,4 +1,5 @@
-"""Function calling: the tools of a chat request in the prompt, and the grammar of required calls.
+"""Function calling: write the tools of a chat request into the prompt, and make the grammar of
+required calls.
 
 Tools are passed to the chat template if it reads them. For other models the system message
 describes the tools in plain words and requests calls in the hermes format.
@@ -42,8 +43,8 @@ _OTHER_FIELDS = (
 )
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Maximum number of calls in an answer if the request sets none; otherwise a model that must call
-could do so for ever."""
+"""Maximum number of calls in an answer if the request sets none. Without it, a model that must call
+could go on for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOLD = """You can call these functions, given with JSON schemas of their parameters:
 {tools}
@@ -80,7 +81,7 @@ class Tools:
 
     @property
     def most(self) -> int:
-        """Maximum number of calls in an answer. Llama 3 and gpt-oss write one."""
+        """Maximum number of calls in an answer. Llama 3 and gpt-oss write only one."""
         return (
             MAX_CALLS
             if self.parallel
@@ -92,7 +93,7 @@ class Tools:
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
         """Make the parser of one answer."""
         most = 128 if self.parallel else 1
-        # A required call that is cut off is part of a call, not content.
+        # A required call that is cut off is returned as a part of a call, not as content.
         streaming = streaming or self.choice != "auto"
         marks = {
             token: text
@@ -108,8 +109,8 @@ class Tools:
     def constraint(
         self, llm: LLM, answer: GrammarConstraint | None = None
     ) -> GrammarConstraint | None:
-        """The grammar of the required calls or, if none is required, of calls and of an answer
-        without calls.
+        """The grammar of the required calls; if no call is required, the grammar of calls and of an
+        answer without calls.
 
         Args:
             llm: The model.
@@ -145,8 +146,8 @@ class Tools:
         several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
         start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
         if self.choice == "auto" and self.format is not HARMONY:
-            # Also a call without marks: a model that begins one would otherwise have to end it as
-            # an answer.
+            # A call without marks is allowed, too: without this, a model that begins one would have
+            # to end it as an answer.
             start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
         elif self.choice == "auto":
             start = f"@answer | {call}"
@@ -163,7 +164,7 @@ class Tools:
         return f'{channel} {head} {constrain} "json" {message} %json {text}'
 
     def _parameters(self, name: str, left_out: set[str]) -> tuple[dict[str, Any], Any]:
-        """The schema of a function's arguments, and how strictly it is enforced."""
+        """The schema of a function's arguments, and llguidance's options for it."""
         function = self.functions[name]
         lenient = function.get("strict") is not True
         schema = {
@@ -178,13 +179,13 @@ class Tools:
     def _call_rule(self, name: str, left_out: set[str], _: TextCodec) -> str:
         schema, options = self._parameters(name, left_out)
         if self.choice == "auto":
-            # One schema for the whole call, because llguidance reads alternatives in parallel only
-            # if all of them are schemas.
+            # There is one schema for the whole call, because llguidance reads alternatives in
+            # parallel only if all of them are schemas.
             schema = {
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    # The root of its references.
+                    # The id makes it the root of its references.
                     self.format.arguments: {"$id": f"urn:function:{name}", **schema},
                 },
                 "required": ["name", self.format.arguments],
@@ -198,15 +199,15 @@ class Tools:
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:
-    """The special token with this name, if the model has one: no other tokens spell it, and it is
-    not part of the answer's text."""
+    """The special token with this name; None if the model has no such token. No other tokens spell
+    a special token, and it is not part of the answer's text."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
     return token if token in added and added[token].special else None
 
 
 def _literal(text: str, codec: TextCodec) -> str:
-    """A text in a grammar."""
+    """The form of a text in a grammar."""
     token = special_token(text, codec)
     return quoted(text) if token is None else f"<[{token}]>"
 
@@ -219,7 +220,8 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
         codec: Tokenizer and chat template of the model.
 
     Returns:
-        None if there are no tools, or if ``tool_choice`` is ``none``: the prompt then omits them.
+        None if there are no tools, or if ``tool_choice`` is ``none``, with which the prompt omits
+        the tools.
 
     Raises:
         EESDError: A value cannot be used.
@@ -280,7 +282,7 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
     chosen = given.get("type") if isinstance(given, Mapping) else given
     if chosen in (None, "none", "auto", "required"):
         return chosen or "auto", names
-    if chosen == "any":  # the name at Mistral and Anthropic
+    if chosen == "any":  # the name of ``required`` at Mistral and Anthropic
         return "required", names
     if chosen == "allowed_tools":
         inner = given.get(chosen, given)
@@ -338,13 +340,13 @@ def encode_chat(
     variables: Mapping[str, Any] = MappingProxyType({}),
     ending: str = "answer",
 ) -> list[int]:
-    """Token ids of chat messages, calls and results among them, and of the tools.
+    """Token ids of chat messages, including calls and their results, and of the tools.
 
     Args:
         messages: The messages.
         tools: The functions.
         codec: Tokenizer and chat template of the model.
-        effort: Reasoning effort, for templates that read it; None: the template's default.
+        effort: Reasoning effort, for templates that read it; None for the template's default.
         variables: Values that the template reads.
         ending: ``answer`` begins an answer, ``end`` does not, and ``continue`` leaves the last
             message open.
@@ -370,8 +372,8 @@ def encode_chat(
 
 
 def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
-    """Refuse variables that other fields set, and text that could write special tokens where
-    messages may not."""
+    """Refuse variables that other fields set, and text that could write special tokens if messages
+    must not write them."""
     for name, value in variables.items():
         if name in _OTHER_FIELDS:
             raise EESDError(
@@ -390,8 +392,8 @@ def _continued(
     codec: TextCodec,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids up to the end of the last message's content, found as in transformers: at the last
-    occurrence of the text."""
+    """Token ids up to the end of the last message's content. As in transformers, the content is
+    found at the last occurrence of its text."""
     if codec.plain is not None:
         raise EESDError(
             "continue_final_message is not supported with --plain-content; leave it out."
@@ -409,8 +411,8 @@ def _continued(
 
 
 def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
-    """An effort as the variables of a template: ``reasoning_effort`` as it is, ``enable_thinking``
-    as false for ``none``."""
+    """The template's variables for an effort: ``reasoning_effort`` with the effort itself,
+    ``enable_thinking`` with false for ``none``."""
     values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if not (known := values.keys() & template.names):
         _warn_of_effort()
@@ -460,8 +462,8 @@ def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Return calls and results as text, for a template that reads only contents. Results in a row
-    become one message of the user."""
+    """Write calls and results as text, for a template that reads only ``content``. Consecutive
+    results become one user message."""
     told: list[Message] = []
     after_result = False
     for message in messages:

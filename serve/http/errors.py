@@ -28,14 +28,14 @@ STATUSES = {
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
 }
-"""For each error status, the type in the body and the description in the schema of a route; "" if
-no route declares it."""
+"""For each error status, the type in the body, and the description in the schema of a route ("" if
+no route declares the status)."""
 NO_PATH = (
     "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and "
     "/v1/completions."
 )
 LEFT = 499
-"""The status logged for a request whose client left."""
+"""Status that is logged for a request whose client left."""
 
 
 class ErrorDetail(BaseModel):
@@ -102,11 +102,11 @@ class APIError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        # ASCII: the message may quote half a surrogate pair.
+        # The JSON is ASCII, because the message may quote half a surrogate pair.
         return json.dumps({"error": detail}).encode()
 
     def response_for(self, scope: Scope) -> Response:
-        """The response to a request. Anthropic's form has one more field."""
+        """The response to a request. In Anthropic's form it has one more field."""
         body = self.body
         if path_of(scope).startswith("/v1/messages"):
             body = b'{"type": "error", ' + body[1:]
@@ -125,12 +125,12 @@ def path_of(scope: Scope) -> str:
 
 
 class ClientLeftError(Exception):
-    """Nobody waits for the response any more."""
+    """The client has left, so the response is no longer needed."""
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Return the error that a client receives for an exception. A bug of the server reveals no
-    details."""
+    """Return the error that a client receives for an exception. It reveals no details of bugs in
+    the server."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -154,7 +154,7 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _invalid(error: RequestValidationError) -> APIError:
-    """An error for the first wrong field, with the reasons for the forms that it may have."""
+    """The error for the first wrong field, with a reason for each form that the field may have."""
     found = error.errors()
     place = [str(part) for part in found[0]["loc"] if part != "body"]
     if not place:

@@ -16,12 +16,12 @@ from eesd.serve.http.options import Serving
 
 LINGER = 8
 """A body that is too large is read up to this multiple of the limit, so that the client receives
-the answer instead of a reset."""
+the error instead of a reset connection."""
 CLOSE = {"Connection": "close"}
 
 
 class Gate:
-    """ASGI middleware in front of the routes. A body is read whole before its route is entered.
+    """ASGI middleware in front of the routes. It reads the whole body before the route is entered.
 
     Args:
         app: The routes.
@@ -40,7 +40,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # from monitors: a GET with only the head sent
+        if scope["method"] == "HEAD":  # sent by monitors: answered like a GET, without the body
             scope = {**scope, "method": "GET"}
         quiet = path_of(scope) in QUIET
         self._serving.active += not quiet
@@ -65,13 +65,14 @@ class Gate:
         options = self._serving.options
         path = path_of(scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # RFC 9112, 6.1: a proxy that reads one header and a server that reads the other see
-            # different requests
+            # A proxy that reads one header and a server that reads the other would see different
+            # requests (RFC 9112, 6.1).
             message = "The request has both Content-Length and Transfer-Encoding; send one of them."
             raise APIError(400, message, code="ambiguous_length", headers=CLOSE)
         key = self._key(headers)
         scope.setdefault("state", {})["key"] = key
-        # HTTP/1.0 has no Host header: load balancers use it for probes, browsers do not.
+        # HTTP/1.0 has no Host header. Load balancers use HTTP/1.0 for probes, but browsers do not
+        # use it.
         host = headers.get("host")
         if (
             self._hosts
@@ -117,15 +118,15 @@ class Gate:
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
     def _any_host(self, path: str, key: str) -> bool:
-        """Whether a path is served for every host name. Kubernetes and Prometheus use an address,
-        and a page learns nothing from the answer."""
+        """Whether a path is served for every host name: Kubernetes and Prometheus use an address,
+        and another site's page learns nothing from the answer."""
         return path in ("/health", "/ready") or (
             path == "/metrics" and (bool(key) or self._serving.options.metrics_open)
         )
 
     def _key(self, headers: Headers) -> str:
-        """Name of a request's key in the log: the beginning of its SHA-256. Empty if the key is not
-        valid.
+        """Name of a request's key in the log: the beginning of the key's SHA-256. Empty if the key
+        is not valid.
 
         Takes the same time for every wrong key.
         """

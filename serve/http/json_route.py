@@ -1,4 +1,4 @@
-"""Routes that parse JSON with the checks for outside input, and the server that they belong to."""
+"""Routes that parse JSON with the checks for outside input, and access to the server's state."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -35,10 +35,10 @@ class JSONRoute(APIRoute):
 
 
 def serving_of(request: Request) -> Serving:
-    """The server that a request came to."""
+    """The state of the server that received a request."""
     serving: Serving = request.app.state.serving
     return serving
 
 
 Shared = Annotated[Serving, Depends(serving_of)]
-"""The server, as an argument of a route."""
+"""The state of the server, as an argument of a route."""

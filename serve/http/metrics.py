@@ -93,8 +93,8 @@ WHOLE = (
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of histograms: three scales of seconds, tokens of a request, and tokens of a
-round."""
+"""Upper bounds of the histograms: three scales of seconds, then tokens of a request, and tokens of
+a round."""
 REASONS = {"cancelled": "abort"}
 """vLLM's names of finish reasons, where they differ from ours."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
@@ -153,8 +153,8 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
 
 
 class Metrics:
-    """The counters and histograms of one server, in a registry of their own. vLLM numbers its
-    engines; a server of this project has one, with the number 0."""
+    """The counters and histograms of one server, in a separate registry. vLLM numbers its engines;
+    a server of this project has a single engine, with the number 0."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -210,12 +210,12 @@ class Metrics:
         Gauge(name, text, labels, registry=self.registry).labels(**labels).set(1)
 
     def answered(self, method: str, route: str, status: int) -> None:
-        """Count a request of HTTP, refused ones included.
+        """Count an HTTP request, even if it was refused.
 
         Args:
-            method: Its method. Methods that clients make up are counted together.
-            route: Its path in the schema, or ``other``.
-            status: Of the answer.
+            method: HTTP method. Methods that clients make up are counted together.
+            route: Path of the route in the schema, or ``other``.
+            status: Status of the answer.
         """
         self._answers.labels(**self._labels, route=route, status=str(status)).inc()
         known = method if method in METHODS else "other"
@@ -241,7 +241,7 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def drafted(self, before: Stats, now: Stats) -> None:
-        """Count the drafts between two statistics of one request."""
+        """Count the drafts that were made between two statistics of one request."""
         self.count("spec_decode_num_drafts", num_drafts(now) - num_drafts(before))
         self.count("spec_decode_num_draft_tokens", now.draft_tokens - before.draft_tokens)
         self.count("spec_decode_num_accepted_tokens", now.accepted_tokens - before.accepted_tokens)
@@ -259,10 +259,10 @@ class Meter:
     """Measures one text. Times are seconds of one monotonic clock.
 
     Args:
-        metrics: The server's.
-        generation: The text.
+        metrics: Metrics of the server.
+        generation: The generation of the text.
         start: Time of the request.
-        keep_tokens: Whether the client receives the tokens. If it wants only the prompt's
+        keep_tokens: Whether the client receives the tokens. If the client wants only the prompt's
             log-probabilities, no tokens are counted.
 
     Attributes:
@@ -326,7 +326,7 @@ class Meter:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def _began(self, now: float) -> float:
-        """Time when the text got its row; ``now`` if it still waits."""
+        """Time at which the text got a row; ``now`` if it still waits."""
         return self._generation.began or now
 
     def facts(self) -> dict[str, float]:
@@ -344,7 +344,7 @@ class Meter:
 
 
 def num_drafts(stats: Stats) -> int:
-    """Rounds that verified at least one draft token."""
+    """Number of rounds that verified at least one draft token."""
     return sum(stats.verified_at_depth[:1])
 
 
@@ -392,5 +392,5 @@ class _LoadCollector(Collector):
 
 
 def _up_to(bound: float, rounds: Mapping[int, int]) -> int:
-    """Rounds with at most ``bound`` tokens."""
+    """Number of rounds with at most ``bound`` tokens."""
     return sum(count for tokens, count in rounds.items() if tokens <= bound)

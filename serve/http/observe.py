@@ -1,4 +1,4 @@
-"""A log line and an id for each HTTP request, and facts for its trace."""
+"""An id and a log line for each HTTP request, and facts for its trace."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ except ImportError:
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
-"""Paths that are polled constantly. They are not logged, need no place in the batch, and respond
-while the server stops."""
+"""Paths that are polled constantly. They are not logged, need no place in the batch, and are
+answered even while the server stops."""
 TRACED = {
     "route": "http.route",
     "operation": "gen_ai.operation.name",
@@ -41,20 +41,20 @@ TRACED = {
     "queue_seconds": "gen_ai.latency.time_in_queue",
     "prefill_seconds": "gen_ai.latency.time_in_model_prefill",
 }
-"""Names of facts in OpenTelemetry's conventions, and vLLM's names of two times that the conventions
-lack. Other names begin with ``eesd.``."""
+"""Names of facts in traces: those of OpenTelemetry's conventions, and vLLM's names for two times
+that the conventions lack. Names of other facts begin with ``eesd.``."""
 OPERATIONS = {
     "/v1/completions": "text_completion",
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
-"""The operation of each route that generates, by OpenTelemetry's conventions."""
+"""The operation of each route that generates, under the name in OpenTelemetry's conventions."""
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, request_id, and the facts of a
-    request."""
+    """Writes one JSON object a line: time, level, logger, message, ``request_id``, and the facts of
+    a request."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -72,7 +72,7 @@ class JSONFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One readable line, with the id of the request and its facts after the message."""
+    """Writes a readable line, with the id of the request and its facts after the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -95,14 +95,14 @@ def _printable(text: str) -> str:
 
 
 def log_to_stderr(form: str) -> None:
-    """Send everything from level INFO on to stderr, as ``text`` or ``json``."""
+    """Send messages of level INFO and above to stderr, as ``text`` or ``json``."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def _add_to_span(facts: Mapping[str, Any]) -> None:
-    """Add the id of a request and facts to its span, if there is one that has not ended."""
+    """Add the id of a request, and facts, to its span, if it has a span that has not ended."""
     if get_current_span is not None and (span := get_current_span()).is_recording():
         named = {"request_id": _REQUEST_ID.get() or ""} | dict(facts)
         span.set_attributes(
@@ -111,15 +111,15 @@ def _add_to_span(facts: Mapping[str, Any]) -> None:
 
 
 class Observe:
-    """ASGI middleware around everything: an id and a log line for each request, and an answer to
-    exceptions.
+    """ASGI middleware around the whole application. It gives each request an id and a log line, and
+    answers exceptions.
 
     A trace gets the same facts, if ``opentelemetry-instrument`` runs the server.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
         """``paths`` are the paths of the routes. Metrics count all other paths together, because
-        clients can make up any number of them."""
+        clients can make up any number of paths."""
         self._app = app
         self._serving = serving
         self._paths = paths
@@ -131,7 +131,7 @@ class Observe:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
         _REQUEST_ID.set(request_id)
-        # As sent: a decoded path could begin a new line.
+        # Use the path as it was sent, because a decoded path could begin a new line.
         path = scope["raw_path"].decode("latin-1")[:200]
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
@@ -184,8 +184,8 @@ class Observe:
 
 
 def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
-    """Outcome of a request so far: status, seconds, name of its key, requested model, fields
-    without effect, tokens."""
+    """Outcome of a request so far: status, seconds, name of the key, requested model, fields
+    without effect, and tokens."""
     state = scope.get("state", {})
     found: dict[str, Any] = {"status": status, "seconds": round(monotonic() - start, 4)}
     for name in ("key", "model", "ignored_fields"):

@@ -28,21 +28,24 @@ class ServeOptions:
     """Limits and names of a server.
 
     Attributes:
-        model_name: The name that clients give as ``model``; "": the name in the engine directory.
+        model_name: The name that clients give as ``model``; "" for the name in the engine
+            directory.
         aliases: Additional names that clients may give.
-        api_keys: Requests must have one of these keys as a bearer token; empty: no key is needed.
-        allowed_hosts: Names that requests may be for (``Host``), without ports, in any case; empty:
-            any. Requests of another site's page whose name resolves to this server (DNS rebinding)
-            are then refused. Requests without ``Host``, as in HTTP/1.0, and probes are answered.
-        allowed_origins: Origins of pages that may ask from a browser (CORS), or ``*`` for all of
-            them.
-        metrics_open: Whether ``/metrics`` needs no key.
-        max_body_bytes: Largest body.
-        max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
-        max_n: Most texts of one request: prompts times ``n``.
-        request_timeout: Seconds until a request ends with the tokens that it has.
+        api_keys: Requests must have one of these keys as a bearer token. If empty, no key is
+            needed.
+        allowed_hosts: Host names, without ports and regardless of case, for which requests are
+            accepted (``Host``); empty to accept all names. This refuses requests from a page of
+            another site whose name resolves to this server (DNS rebinding). Requests without
+            ``Host``, as in HTTP/1.0, and probes are always accepted.
+        allowed_origins: Origins of pages that may send requests from a browser (CORS), or ``*`` for
+            all origins.
+        metrics_open: Whether ``/metrics`` is open without a key.
+        max_body_bytes: Maximum size of a body.
+        max_prompt_tokens: Maximum length of a prompt; 0 for the limit of the engines' KV cache.
+        max_n: Maximum number of texts of one request: prompts times ``n``.
+        request_timeout: Seconds after which a request ends with the tokens that it has by then.
         body_timeout: Seconds within which a body, or the head of a request, must arrive.
-        send_timeout: Seconds that a client may leave an answer unread; for
+        send_timeout: Seconds for which a client may leave an answer unread; for
             :func:`~eesd.serve.http.run.serve`.
         drain_seconds: Time that running requests have to finish when the server stops.
 
@@ -116,8 +119,9 @@ class Serving:
         model_name: The name in the ``model`` field of answers.
         codec: Tokenizer and chat template; None if the model has none.
         metrics: Metrics for Prometheus.
-        active: Requests that are being answered, probes not counted.
-        draining: Whether the server is stopping: running requests finish, new ones are refused.
+        active: Number of requests that are being answered, not counting probes.
+        draining: Whether the server is stopping. If so, running requests finish, and new requests
+            are refused.
     """
 
     service: Service
@@ -141,7 +145,7 @@ class Serving:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text, prompt included."""
+        """Maximum number of tokens of a text, including the prompt."""
         return self.service.llm.manifest.max_seq_len
 
     @property

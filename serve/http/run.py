@@ -1,5 +1,5 @@
-"""The server process: one socket, connections that may not idle in mid-request, and a shutdown that
-lets requests finish."""
+"""The server process: a socket, connections that may not idle in the middle of a request, and a
+shutdown that lets requests finish."""
 
 import asyncio
 import socket
@@ -20,18 +20,18 @@ from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
 
 KEEP_SECONDS = 65
-"""Seconds that a connection is kept for the next request: longer than proxies and clients keep
-theirs."""
+"""Seconds for which a connection is kept for the next request, longer than proxies and clients keep
+connections."""
 UNREAD_BYTES = 64 << 10
-"""Bytes of a stream that the system buffers. With a larger buffer, a client that reads nothing
-would be noticed minutes later."""
+"""Bytes of a stream that the system buffers. With a larger buffer, the server would notice only
+after minutes that a client reads nothing."""
 LAST_SECONDS = 5
-"""Seconds for writing the last responses after requests that took too long are cancelled."""
+"""Seconds for writing the last responses after the remaining requests were cancelled."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address without listening: clients are refused until the model is loaded.
-    Port 0 chooses a free port.
+    """Bind a socket to an address without listening: connections are refused until the model is
+    loaded. Port 0 chooses a free port.
 
     Raises:
         EESDError: The address cannot be used.
@@ -68,7 +68,7 @@ def serve(app: FastAPI, bound: socket.socket) -> None:
 
     Args:
         app: The application. Its service is closed at the end.
-        bound: From :func:`bind`; closed at the end.
+        bound: Socket of :func:`bind`; closed at the end.
     """
     _allow_many_connections()
     serving: Serving = app.state.serving
@@ -92,8 +92,8 @@ def serve(app: FastAPI, bound: socket.socket) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Each connection needs a file descriptor; the usual limit of 1024 is there for old programs
-    that use select."""
+    """Raise the limit of file descriptors, because each connection needs one. The usual limit of
+    1024 exists only for old programs that use ``select``."""
     if sys.platform == "win32":
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,9 +134,9 @@ class _Server(uvicorn.Server):
 
 
 class _PatientProtocol(H11Protocol):
-    """Closes connections that never begin a request, do not complete its head, or leave the answer
-    unread. Waiting for the client to read the answer, or for a close with unread data, could take
-    for ever."""
+    """Closes connections whose client never begins a request, does not complete its head, or leaves
+    the answer unread. Waiting until the client reads the answer, or until a connection with unread
+    data closes, could take for ever."""
 
     serving: Serving
     _head: asyncio.TimerHandle | None = None
@@ -173,7 +173,7 @@ class _PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Run the timer of the head exactly while no request is being answered."""
+        """Run the timer for the head of a request whenever no request is being answered."""
         waiting = self.cycle is None or self.cycle.response_complete
         if waiting and self._head is None:
             self._head = self.loop.call_later(

@@ -17,13 +17,14 @@ T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
-"""Clients ignore it. Proxies close a connection on which nothing comes for long."""
+"""A comment. Clients ignore it, but without it proxies would close a connection on which nothing is
+sent for long."""
 QUIET_SECONDS = 10.0
 """Seconds without an event before a comment is sent."""
 
 
 def json_bytes(value: BaseModel) -> bytes:
-    """Return a response as JSON, without fields that were not set."""
+    """Return a response as JSON. Fields that were not set are left out."""
     return value.model_dump_json(exclude_unset=True).encode(errors="replace")
 
 
@@ -46,14 +47,14 @@ def stream_error(error: Exception) -> APIError:
 
 
 class EventStream(Response):
-    """A response that sends events as they come.
+    """A response that sends events as soon as they are ready.
 
-    An exception before the first event becomes an error with a status. Later the status has been
-    sent, and an error is the last event: ``data: {"error": ...}`` without ``[DONE]``. Comments are
-    sent while no event comes; the first comment comes with the status.
+    An exception before the first event becomes an error with a status. After that the status has
+    been sent, so an error becomes the last event: ``data: {"error": ...}`` without ``[DONE]``.
+    Comments are sent while there are no events; the first comment is sent with the status.
 
     Args:
-        events: The events; closed at the end, also when the client leaves.
+        events: The events. The iterator is closed at the end, even if the client leaves.
     """
 
     media_type = "text/event-stream"
@@ -86,7 +87,7 @@ class EventStream(Response):
 
 
 async def _with_comments(events: Events) -> Events:
-    """The events, and a comment whenever none comes for :data:`QUIET_SECONDS`."""
+    """The events, and a comment whenever there is no event for :data:`QUIET_SECONDS`."""
     waiting = asyncio.ensure_future(anext(events, None))
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Answers to completions and chats, whole or as a stream of chunks."""
+"""Answer completions and chats, whole or as a stream of chunks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,16 +29,16 @@ class Writer(Protocol):
         ...
 
     def chunks(self, update: Update) -> Sequence[Choice]:
-        """Process an update of a stream. Return the parts that it adds to the choice; the last part
-        has a finish reason."""
+        """Process an update of a stream. Return the parts that it adds to the choice. The last part
+        of a choice has a finish reason."""
         ...
 
 
 def new_answer(
     model: type[Answer], kind: str, prefix: str, serving: Serving, generations: Generations
 ) -> Callable[..., Answer]:
-    """Return a function that makes an answer, or its chunks. Their ``object`` is ``kind``, and
-    their id begins with ``prefix``."""
+    """Return a function that makes an answer or a chunk of one, with ``kind`` as its ``object`` and
+    an id that begins with ``prefix``."""
     generations.id = f"{prefix}-{uuid4().hex}"
     return partial(
         model,
@@ -71,8 +71,8 @@ async def respond(
         body: The body of the request.
         request: The HTTP request.
         generations: The generations to run.
-        writers: One for each choice.
-        new: From :func:`new_answer`.
+        writers: A writer for each choice.
+        new: Function made by :func:`new_answer`.
         first: First choices of a stream, sent when the requests have been accepted.
     """
     if body.stream:
@@ -88,7 +88,7 @@ async def _whole(
     async with generations:
         async for index, update in generations:
             writers[index].see(update)
-    # In a thread: the log-probabilities of many tokens take long to write.
+    # In a thread, because the log-probabilities of many tokens take long to write.
     choices = [await run_in_threadpool(writer.choice) for writer in writers]
     return new(choices=choices, usage=generations.usage(), **generations.extras())
 
@@ -100,8 +100,8 @@ async def _chunks(
     new: Callable[..., Answer],
     first: Sequence[Choice],
 ) -> Events:
-    """Yield a chunk for each part of a choice, a usage chunk if requested, and the end. The last
-    chunk has the drafting metrics."""
+    """Yield a chunk for each part of a choice, a usage chunk if requested, and the end mark. The
+    last chunk has the drafting metrics."""
     async with generations:
         for choice in first:
             yield event(new(choices=[choice]))

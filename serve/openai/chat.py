@@ -57,7 +57,7 @@ async def chat_completions(body: ChatBody, request: Request, serving: Shared) ->
 async def begin(
     body: ChatBody, request: Request, serving: Serving
 ) -> tuple[Generations, list["Reader"]]:
-    """Make the generations that answer a chat, in any API, and a reader for each answer.
+    """Make the generations that answer a chat of any API, and a reader for each answer.
 
     Raises:
         APIError, EESDError: The server cannot fulfil the request.
@@ -67,7 +67,7 @@ async def begin(
     tools, tokens = await run_in_threadpool(encode, body, codec)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    # In a thread: a grammar may take long to read.
+    # In a thread, because a grammar may take long to read.
     requests = await run_in_threadpool(
         requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key
     )
@@ -116,8 +116,8 @@ class Reader:
     ) -> None:
         self.progress = progress
         self.tools = tools
-        # With constrained output the model does not think, because the client wants only that
-        # output.
+        # With constrained output the model does not think, because the client wants only output of
+        # that form.
         is_free = progress.request.constraint is None
         has_messages = writes_harmony(codec) and (is_free or tools is not None)
         names = tools.functions if tools else ()
@@ -166,7 +166,8 @@ class Reader:
     def _think(
         self, thoughts: ThinkParser, pieces: Sequence[str], held: str, last: bool
     ) -> tuple[str, str]:
-        """Return the thought and the text that tokens added, and count the tokens of thoughts."""
+        """Return the thoughts and the text that the new tokens add, and count the tokens of
+        thoughts."""
         thought = ""
         text = ""
         for piece in pieces:

@@ -41,7 +41,7 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
     shown = body.logprobs if body.echo else None
     tokens = [tokens for tokens, _ in prompts]
     key = request.state.key
-    # In a thread: a grammar may take long to read.
+    # In a thread, because a grammar may take long to read.
     requests = await run_in_threadpool(
         requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key
     )
@@ -55,7 +55,7 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
-    """Return tokens and text of each prompt. A long text takes long, so this runs in a thread."""
+    """Return tokens and text of each prompt. A long text takes long, so call this in a thread."""
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
@@ -69,8 +69,8 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
             )
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
-        # A text without the tokenizer's special tokens, or the result of llm.encode for a text or
-        # ids.
+        # Either a text is encoded without the tokenizer's special tokens, or llm.encode reads the
+        # text or ids.
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         check_ids(tokens, llm, "prompt")

@@ -1,5 +1,5 @@
-"""The generations of one HTTP request: passed from the thread of the batch into the event loop, and
-cancelled when the client leaves."""
+"""The generations of one HTTP request: their updates pass from the batch's thread to the event
+loop, and they are cancelled when the client leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,12 +26,12 @@ from eesd.serve.openai.schemas import (
 )
 
 LIVENESS_SECONDS = 5.0
-"""Interval at which a request without updates checks whether the batch is alive."""
+"""Interval in seconds at which a request without updates checks whether the batch is alive."""
 
 
 @dataclass
 class Progress:
-    """The output of one choice so far. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop
+    """The output of one choice so far. ``finish_reason`` is OpenAI's; ``stop_reason`` is a stop
     string, or ``deadline``. The reader of a chat sets ``thought_tokens``."""
 
     request: Request
@@ -62,23 +62,23 @@ class Progress:
 
 
 class Generations:
-    """Runs requests and yields ``(index, update)`` as they come, in an ``async with`` block that
-    cancels the remaining requests.
+    """Runs requests and yields each ``(index, update)`` as it arrives. Used in an ``async with``
+    block, which cancels the requests that are left at its end.
 
     Args:
         serving: The server.
         requests: A request for each choice; the requests of a prompt are adjacent.
         choices: Number of choices for each prompt.
-        keep_tokens: Whether to keep generated tokens. False: only the prompts are scored, and the
-            one generated token of each request is dropped.
+        keep_tokens: Whether to keep generated tokens. If False, only the prompts are scored, and
+            the single token that each request generates is dropped.
 
     Attributes:
         id: The id of the answer; its writer sets it.
         progress: The output of each choice so far.
 
     Raises:
-        EESDError: When the block is entered: a request cannot be used, or the queue is full.
-        APIError: While updates come: a request failed, or ended without a token because the server
+        EESDError: On entering the block, if a request cannot be used, or the queue is full.
+        APIError: While iterating, if a request failed, or ended without a token because the server
             stopped or was too slow.
     """
 
@@ -102,7 +102,7 @@ class Generations:
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, update: Update) -> None:
-            # The loop is closed: the server has stopped without waiting.
+            # The event loop is closed if the server has stopped without waiting.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._updates.put_nowait, (index, update, monotonic()))
 
@@ -211,8 +211,8 @@ class Generations:
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Among rounds that verified a draft, the number that accepted at least d tokens (d = 0, 1,
-        # ...).
+        # Number of rounds, among those that verified a draft, that accepted at least d tokens (d =
+        # 0, 1, ...).
         at_least = [rounds] + [
             sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats)
             for d in range(depth)
@@ -230,7 +230,7 @@ class Generations:
         return ResponseMetrics(speculative_decoding=speculative)
 
     def extras(self) -> dict[str, Any]:
-        """Additional fields of an answer, beyond those of its API."""
+        """Fields of an answer in addition to those of its API."""
         return {"metrics": self.metrics(), **self._ignored()}
 
     def _ignored(self) -> dict[str, list[str]]:
@@ -240,7 +240,7 @@ class Generations:
         return {"ignored_keywords": sorted(known)} if known else {}
 
     def facts(self) -> dict[str, Any]:
-        """The facts of the request for the log and for traces. The times are those of the first
+        """Facts about the request for the log and for traces. Times are those of the first
         choice."""
         spec = self.metrics().speculative_decoding
         request = self.progress[0].request

@@ -8,15 +8,15 @@ from eesd.runtime.text import TextCodec, TokenBytes
 from eesd.serve.openai.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 LEAST = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot write."""
+"""Represents the logarithm of zero, which JSON cannot write."""
 
 
 class TokenWriter:
     """Writes the tokens of one choice, one after another, as text and as bytes.
 
     Args:
-        codec: The tokenizer; None: tokens are written as ``token_id:5``.
-        prompt: The tokens before them.
+        codec: The tokenizer; None to write tokens as ``token_id:5``.
+        prompt: The tokens before those of the choice.
     """
 
     def __init__(self, codec: TextCodec | None, prompt: Sequence[int] = ()) -> None:
@@ -27,7 +27,7 @@ class TokenWriter:
         self._offset = 0
 
     def _written(self, token: int) -> bytes:
-        """The bytes of a token; for special and unknown tokens, the bytes of a name."""
+        """The bytes of a token. Special and unknown tokens have the bytes of a name."""
         name = self._codec.tokenizer.id_to_token(token) if self._codec else None
         if not self._bytes or name is None:
             return f"token_id:{token}".encode()
@@ -48,8 +48,8 @@ class TokenWriter:
             self._before = token
 
     def completion(self, found: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """The next tokens as ``/v1/completions`` reports them. The token itself is always among the
-        most likely ones."""
+        """The next tokens as ``/v1/completions`` reports them. The reported most likely tokens
+        always include the token itself."""
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in found:
             text = self._name(item.token)
@@ -60,7 +60,7 @@ class TokenWriter:
                 result.top_logprobs.append(None)
             else:
                 top: dict[str, float] = {}
-                # Best first: among equal texts the best one stays.
+                # Best first, because among tokens with equal texts only the best is kept.
                 for token, logprob in (*item.top, (item.token, item.logprob)):
                     top.setdefault(self._name(token), _finite(logprob))
                 result.token_logprobs.append(_finite(item.logprob))

@@ -1,4 +1,4 @@
-"""Conversion of a request body into requests for the batch."""
+"""Convert a request body into requests for the batch."""
 
 import re
 from collections.abc import Sequence
@@ -70,12 +70,12 @@ NEUTRAL: dict[str, Any] = {
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
 """Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the
-text and are not supported, and the value that has no effect. An alias is refused together with the
-field that it stands for, and where that field does not exist."""
+text and are not supported, and for each the value that has no effect. An alias is refused if the
+field that it stands for is given, too, or does not exist."""
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MOST_NAMED = 32
-"""Ignored fields that are listed in an answer."""
+"""Maximum number of ignored fields that an answer lists."""
 
 
 def chat_of(values: dict[str, Any]) -> ChatBody:
@@ -83,8 +83,8 @@ def chat_of(values: dict[str, Any]) -> ChatBody:
     out.
 
     Raises:
-        RequestValidationError: A field that only chats have, under its name elsewhere, has a value
-            that cannot be used.
+        RequestValidationError: A field that only chats have has a value that cannot be used. The
+            error has the field's name in the other API.
     """
     try:
         return ChatBody.model_validate(
@@ -97,10 +97,10 @@ def chat_of(values: dict[str, Any]) -> ChatBody:
 
 
 def check_supported(body: Body, choices: int = 1) -> None:
-    """Refuse unsupported fields that would change the text, rather than ignore them.
+    """Refuse unsupported fields that would change the text, instead of ignoring them.
 
     Args:
-        body: The body of the request. Fields of its own model are supported.
+        body: The body of the request. Fields that its class declares are supported.
         choices: Number of texts for each prompt.
 
     Raises:
@@ -190,8 +190,8 @@ def requests_of(
         body: The body.
         prompts: Token ids of each prompt.
         serving: The server.
-        max_tokens: Maximum number of new tokens in a choice; None: all that fit.
-        logprobs, prompt_logprobs: Alternatives to report for each token; None: no
+        max_tokens: Maximum number of new tokens in a choice; None for the number that fits.
+        logprobs, prompt_logprobs: Number of alternatives to report for each token; None for no
             log-probabilities.
         tools: Functions that may or must be called.
         key: The key that sent the request. Cached prefixes of its prompts are not shared with other
@@ -204,7 +204,7 @@ def requests_of(
     texts = len(prompts) * body.choices
     most = serving.options.max_n
     places = serving.service.places
-    if texts > min(most, places):  # beyond the places: a 429 would promise later room
+    if texts > min(most, places):  # no 429, which would promise later room
         limit = f"ask for at most {most}" if texts > most else f"this server has {places} places"
         raise APIError(400, f"The request asks for {texts} texts; {limit}.", "n")
     llm = serving.service.llm
@@ -250,7 +250,7 @@ def requests_of(
 
 
 def _check_window(body: Body, sampling: Sampling) -> None:
-    """Refuse a window of the penalties, if there are penalties: they count all tokens."""
+    """If there are penalties, refuse a window for them, because they count all tokens."""
     window = (body.model_extra or {}).get("repeat_last_n")
     if window in (None, -1) or not (sampling.counts or sampling.repetition_penalty != 1):
         return
@@ -262,8 +262,8 @@ def _check_window(body: Body, sampling: Sampling) -> None:
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
-    """The constraint of the output: required calls or the constraint of the body, and lists of
-    tokens. ``response_format`` applies to answers without calls."""
+    """The constraint of the output: required calls or the constraint of the body, combined with
+    lists of tokens. ``response_format`` applies to answers without calls."""
     given = body.given()
     asked = constraint_of(given, llm)
     answer = asked if (given.get("response_format") or {}).get("type", "text") != "text" else None

@@ -19,7 +19,7 @@ REFUSED = {
     "background": "background is not supported; leave it out, and wait for the response.",
     "prompt": "This server has no stored prompts; leave prompt out, and send input.",
 }
-"""Fields that require a server with memory."""
+"""Fields that require a server that remembers responses."""
 LOGPROBS = "message.output_text.logprobs"
 CUSTOM = {
     "type": "object",
@@ -125,7 +125,7 @@ def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
                 and messages[-1]["role"] == "assistant"
                 and not thought
             ):
-                # Part of the same answer.
+                # This call is part of the same answer.
                 messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
                 messages.append(message)
@@ -209,7 +209,8 @@ _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
 def _text(
     given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False
 ) -> Any:
-    """Return a content in the form of chat messages: a text, or several parts unless ``joined``."""
+    """Return the content in the form of chat messages: a text or, unless ``joined``, several
+    parts."""
     if given is None or (joined and not given and given != ""):
         raise APIError(
             400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value"

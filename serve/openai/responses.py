@@ -67,8 +67,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """Yield the events of a stream. A refusal before the first event has a status; a later failure
-    adds two last events."""
+    """Yield the events of a stream. An error before the first event has an HTTP status; a later
+    error adds two last events."""
     number = 0
 
     def numbered(events: Iterator[Event]) -> Iterator[bytes]:
@@ -116,7 +116,7 @@ class _Writer:
         """Pieces of the open item so far: its text or its arguments."""
         self._open = False
         self._logprobs: list[ChatLogprob] = []
-        """Log-probabilities of the open text, and of tokens before the next piece of text."""
+        """Log-probabilities of the open text, including tokens that have not shown any text yet."""
         self._told = 0
         self._custom = {
             tool.get("name") for tool in body.tools or () if tool.get("type") == "custom"
@@ -127,7 +127,7 @@ class _Writer:
         return "incomplete" if self._reader.progress.finish_reason == "length" else "completed"
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events after the request has been accepted."""
+        """Yield the first events, after the request has been accepted."""
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": self.answer("in_progress")}
 
@@ -145,7 +145,7 @@ class _Writer:
             yield from self._close(self.status)
 
     def end(self) -> Iterator[Event]:
-        """The last event."""
+        """Yield the last event."""
         yield f"response.{self.status}", {"response": self.answer(self.status)}
 
     def fail(self, error: APIError) -> Iterator[Event]:
@@ -266,7 +266,7 @@ class _Writer:
         yield f"{kind}.done", {**self._place(), "input": item.input}
 
     def _place(self, content: int | None = None) -> dict[str, Any]:
-        """The position fields of an event within the last item."""
+        """The fields of an event that give its position within the last item."""
         inside = {} if content is None else {"content_index": content}
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, **inside}
 

@@ -10,7 +10,8 @@ from eesd.runtime.request import MAX_LOGPROBS
 INT64 = 2**63 - 1
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
-# Lists fail fast: an error for each of a million wrong items takes half a minute and gigabytes.
+# Lists fail at the first wrong item, because errors for a million items would take half a minute
+# and gigabytes.
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
 Texts = Annotated[list[str], Many]
@@ -27,7 +28,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def given(self) -> dict[str, Any]:
-        """The fields that the client sent, unknown ones included."""
+        """The fields that the client sent, including unknown fields."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -46,10 +47,10 @@ ALIASES = {
     "think": "reasoning_effort",
     "enable_thinking": "reasoning_effort",
 }
-"""Names of a field in other servers."""
+"""Names that fields have in other servers."""
 THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
-"""Values of Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object
-with this type), as efforts."""
+"""Efforts for the values of Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek
+(``thinking``, an object whose ``type`` is the key)."""
 
 
 class GenerationBody(Body):
@@ -59,7 +60,7 @@ class GenerationBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _as_others_write_it(cls, given: Any) -> Any:
-        """Convert fields from the forms of other servers: their names, -1 tokens for no limit,
+        """Convert fields from the forms of other servers: other names, -1 tokens for no limit,
         empty stop strings, biases as pairs."""
         if not isinstance(given, dict):
             return given
@@ -85,7 +86,7 @@ class GenerationBody(Body):
         if isinstance(pairs := found.get("logit_bias"), list) and all(
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
         ):
-            # false is llama.cpp's for never
+            # with llama.cpp, false means never
             found["logit_bias"] = {
                 str(token): -100.0 if bias is False else bias for token, bias in pairs
             }

@@ -32,7 +32,8 @@ from eesd.serve.openai.schemas import GenerationBody, Logprobs, Message
 PAGE = Path(__file__).parent
 SCRIPTS = ("app.js", "answer.js", "figures.js", "stream.js", "style.css")
 FILES = {"/": "index.html"} | {f"/playground/{name}": name for name in SCRIPTS}
-"""Paths of the page. They need no API key: the page asks for the key, and its requests send it."""
+"""Paths of the page. They need no API key: the page asks the user for the key, and sends it with
+its requests."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; "
@@ -42,7 +43,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 LEARNED_SECONDS = 0.25
-"""Minimum time between two events with the controller's estimates."""
+"""Minimum seconds between two events that have the controller's estimates."""
 
 router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
@@ -148,9 +149,10 @@ def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
     """Return the estimates of the rule that decided the last round, as JSON values.
 
     Returns:
-        ``accept`` and ``text``: mean and covariance of the calibrators of the exit head's drafts,
-        and of drafts from the text, where the rule has one. ``alone``: whether the request ran
-        alone. ``plain_seconds``: only then, the seconds of a plain round, if known.
+        ``accept`` and ``text``: mean and covariance of the calibrator of the exit head's drafts,
+        and of that of drafts from the text, if the rule has them. ``alone``: whether the request
+        ran alone. ``plain_seconds``: the seconds of a plain round, if known, only for a request
+        that ran alone.
     """
     if isinstance(deciding, LoadRule):
         return {"alone": False, "accept": _state(deciding.accept), "text": _state(deciding.text)}
@@ -189,7 +191,7 @@ def _event(
 
 
 def _texts(tokens: Sequence[int], serving: Serving) -> list[str]:
-    """Each token as text; a special token as its name."""
+    """The text of each token; for a special token, its name."""
     codec = serving.codec
     if codec is None:
         return [str(token) for token in tokens]

@@ -1,5 +1,5 @@
-"""EESD inside Triton Inference Server, by its Python backend.
+"""Run EESD inside Triton Inference Server, with its Python backend.
 
-``repository`` writes a model repository. ``model`` and its imports run inside Triton and need
-Triton's own module.
+``repository`` writes a model repository. ``model`` and the modules that it imports run inside
+Triton, and need the module that Triton provides.
 """

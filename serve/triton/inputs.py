@@ -1,4 +1,4 @@
-"""Conversion of the tensors of a Triton request into a request for the batch."""
+"""Convert the tensors of a Triton request into a request for the batch."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,8 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "choice": "choice",
 }
-"""Kinds of guides, under the names of tensorrtllm_backend; choices, in JSON, are an addition."""
+"""Kinds of guides, under the names of tensorrtllm_backend. ``choice``, a list in JSON, is an
+addition."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Asked:
     """The request of a client.
 
     Attributes:
-        request: For the batch.
-        guide: Kind and value of the output constraint, for :func:`eesd.make_constraint`; None:
-            unconstrained.
-        stream: Whether each round's tokens come in a response of their own.
-        prefix: Text that goes before the first response.
+        request: The request for the batch.
+        guide: Kind and value of the output constraint, for :func:`eesd.make_constraint`; None if
+            the output is unconstrained.
+        stream: Whether each round's tokens are sent in a separate response.
+        prefix: Text to put before that of the first response.
     """
 
     request: Request
@@ -49,7 +50,7 @@ class Asked:
 
 
 def read_request(triton_request: Any, llm: LLM) -> Asked:
-    """Read the inputs of a Triton request. Missing inputs have the model's defaults.
+    """Read the inputs of a Triton request. The model's defaults apply to missing inputs.
 
     Raises:
         EESDError: An input cannot be used.
@@ -79,7 +80,7 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     request = Request(
         tokens=tokens,
         sampling=replace(llm.default_sampling, **_sampling(given)),
-        # Clients that have no stop word send an empty one.
+        # Clients without a stop word send an empty one.
         stop=tuple(word for word in words if word),
         **options,
     )
@@ -89,8 +90,7 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
 
 
 def _tokens(tensor: Any) -> list[int]:
-    """Token ids, read by DLPack from the memory that the server wrote, without a copy on the
-    way."""
+    """Token ids, read through DLPack directly from the memory that the server wrote."""
     return [int(token) for token in np.from_dlpack(tensor).reshape(-1)]
 
 
@@ -138,12 +138,12 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(given: dict[str, Any], name: str) -> Any:
-    """The value of an input with one element; None if it is not given."""
+    """The value of an input with one element; None if the input is missing."""
     if name not in given:
         return None
     value = given[name].as_numpy().reshape(-1)[0]
     if isinstance(value, np.floating):
-        # 0.95 in float32 is the 0.95 that the client wrote, not 0.949999988.
+        # 0.95 in float32 means the 0.95 that the client wrote, not 0.949999988.
         return float(str(value))
     return value.item() if isinstance(value, np.generic) else value
 

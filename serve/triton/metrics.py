@@ -1,5 +1,5 @@
-"""Metrics of EESD in Triton's /metrics, under the names that vLLM uses. Imported only by Triton's
-Python."""
+"""Metrics of EESD in Triton's ``/metrics``, under the names that vLLM uses. Only the Python inside
+Triton imports this module."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -26,9 +26,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], int]]] = {
         lambda stats: stats.accepted_tokens,
     ),
 }
-"""Counted from the statistics of each request when it ends."""
+"""Counters that add the statistics of each request when it ends."""
 REASONS = {"cancelled": "abort"}
-"""vLLM's names of finish reasons, where they differ."""
+"""vLLM's names of finish reasons that differ from ours."""
 FIRST_TOKEN = [
     0.001,
     0.005,
@@ -87,7 +87,7 @@ class Metrics:
             ).observe(seconds)
 
     def load(self, service: Service) -> None:
-        """Record how busy the batch is."""
+        """Record the load of the batch."""
         now = service.load()
         load = now.running + now.prefilling, now.queued
         if load == self._load:
@@ -98,7 +98,7 @@ class Metrics:
             self._metric("num_requests_waiting", "Requests in the queue.", "GAUGE").set(load[1])
 
     def _metric(self, name: str, text: str, kind: str = "COUNTER", **labels: str) -> Any:
-        """A metric, made when it is first used; the lock is held."""
+        """A metric, made when it is first used. The caller holds the lock."""
         key = (name, *labels.values())
         if key not in self._made:
             if name not in self._families:

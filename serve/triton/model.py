@@ -1,4 +1,5 @@
-"""The model that Triton's Python backend loads. Imported only by Triton's Python."""
+"""The model that Triton's Python backend loads. Only the Python inside Triton imports this
+module."""
 
 import os
 import time
@@ -21,7 +22,7 @@ from eesd.serve.triton.replies import FINAL, Replies, failure
 from eesd.serve.triton.repository import read_settings
 
 ORPHAN_SECONDS = 1.0
-"""Interval at which the stub checks whether its server still runs."""
+"""Interval in seconds at which the stub process checks whether its server still runs."""
 
 
 class TritonPythonModel:
@@ -29,7 +30,8 @@ class TritonPythonModel:
     waits."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engines. An error becomes Triton's reason for not loading the model."""
+        """Load the engines. If that raises an error, Triton reports it as the reason for not
+        loading the model."""
         Thread(
             target=_end_with, args=(os.getppid(),), name="eesd-triton-orphan", daemon=True
         ).start()
@@ -53,7 +55,7 @@ class TritonPythonModel:
                 asked = read_request(request, self._service.llm)
                 if asked.guide is None:
                     self._replies.start(sender, asked)
-                else:  # in a thread: a grammar may take long to read
+                else:  # in a thread, because a grammar may take long to read
                     self._readers.submit(self._start_guided, sender, asked, *asked.guide)
 
     def _start_guided(self, sender: Any, asked: Asked, kind: str, value: Any) -> None:
@@ -66,7 +68,7 @@ class TritonPythonModel:
             )
 
     def finalize(self) -> None:
-        """End all threads. Triton has waited for running requests."""
+        """End all threads. By then Triton has waited for running requests."""
         self._readers.shutdown()
         self._service.close()
         self._replies.close()
@@ -74,7 +76,7 @@ class TritonPythonModel:
 
 @contextmanager
 def _refusals(sender: Any) -> Iterator[None]:
-    """Answer a request that is refused with the reason."""
+    """If a request is refused, answer it with the reason."""
     try:
         yield
     except EESDError as error:
@@ -82,18 +84,19 @@ def _refusals(sender: Any) -> Iterator[None]:
         code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
         sender.send(failure(str(error), code), flags=FINAL)
     except Exception as error:
-        # If one request fails, the others still get their answers, and its client receives the
-        # error.
+        # If a request fails, its client receives the error, and the other requests still get their
+        # answers.
         pb_utils.Logger.log_error(f"A request failed: {error!r}")
         message = "The request failed; the server's log says why."
         sender.send(failure(message, pb_utils.TritonError.INTERNAL), flags=FINAL)
 
 
 def _end_with(server: int) -> None:
-    """End this process when the server is gone: the stub of a killed server lives on, with the
-    model and its memory.
+    """End this process when the server has gone. Without this, the stub process of a killed server
+    would live on, with the model and its memory.
 
-    The shared memory of both is the stub's second argument, and nobody else removes it.
+    The name of the memory that both share is the stub's second argument; nothing else removes that
+    memory.
     """
     while os.getppid() == server:
         time.sleep(ORPHAN_SECONDS)

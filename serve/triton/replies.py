@@ -1,4 +1,4 @@
-"""The thread that answers Triton's clients. Imported only by Triton's Python."""
+"""The thread that answers Triton's clients. Only the Python inside Triton imports this module."""
 
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -15,10 +15,10 @@ from eesd.serve.triton.inputs import Asked
 from eesd.serve.triton.metrics import Metrics
 
 POLL_SECONDS = 0.05
-"""Interval at which cancellation by clients is checked. A check takes a message to the server for
-each request."""
+"""Interval in seconds at which the thread checks whether clients have cancelled. Each check sends a
+message to the server for each request."""
 LEAST = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot write."""
+"""Represents the logarithm of zero, which JSON cannot write."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -29,9 +29,9 @@ class Reply:
     Attributes:
         sender: Triton's response sender.
         asked: The request of the client.
-        generation: Its generation in the batch; None at first.
-        start: When the request came.
-        text, tokens, logprobs: Output not sent yet.
+        generation: Its generation in the batch; None until it is submitted.
+        start: Time at which the request arrived.
+        text, tokens, logprobs: Output that has not been sent yet.
         total: Sum of all log-probabilities so far.
         started: Whether a token has been generated.
     """
@@ -53,8 +53,8 @@ class Reply:
 class Replies:
     """Sends the output of the batch and cancels abandoned requests, in a separate thread.
 
-    Messages to the server take longer than the batch should wait for, and the batch must not be
-    called from two places.
+    A separate thread is needed because messages to the server take longer than the batch should
+    wait, and because the batch must not be called from two places.
     """
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
@@ -67,7 +67,7 @@ class Replies:
         self._thread.start()
 
     def start(self, sender: Any, asked: Asked) -> None:
-        """Give a request to the batch, and answer it.
+        """Submit a request to the batch, and answer it.
 
         Raises:
             EESDError: The batch refuses the request. Nothing was sent.
@@ -84,7 +84,7 @@ class Replies:
             raise
 
     def close(self) -> None:
-        """End the thread when all earlier output is sent."""
+        """End the thread after all earlier output has been sent."""
         self._updates.put(None)
         self._thread.join()
 
@@ -109,7 +109,7 @@ class Replies:
                 polled = monotonic()
 
     def _poll(self) -> None:
-        """Cancel requests that no client waits for any more."""
+        """Cancel requests whose clients no longer wait for them."""
         with self._lock:
             waiting = [
                 reply for reply in self._open if reply.generation and not reply.generation.cancelled
@@ -134,7 +134,7 @@ class Replies:
         try:
             reply.sender.send(_response(reply, update), flags=FINAL if update.finish_reason else 0)
         except Exception as error:
-            # If one client fails, the others still get their answers.
+            # If a response cannot be sent, other clients still get their answers.
             pb_utils.Logger.log_error(f"A response could not be sent: {error}")
             if reply.generation:
                 reply.generation.cancel()
@@ -147,7 +147,7 @@ class Replies:
 
 
 def _response(reply: Reply, update: Update) -> Any:
-    """A response with the output not sent yet, or with the error."""
+    """A response with the output that has not been sent yet, or with the error."""
     if update.finish_reason == "error":
         code = pb_utils.TritonError.INVALID_ARG if update.refused else pb_utils.TritonError.INTERNAL
         return failure(update.error or "The request failed; the server's log says why.", code)
@@ -157,9 +157,9 @@ def _response(reply: Reply, update: Update) -> Any:
         return failure(
             "The model is being unloaded; send the request again.", pb_utils.TritonError.UNAVAILABLE
         )
-    # Plain tensors: the server copies outputs into shared memory in any case, and given a DLPack
-    # capsule of numpy's its stub never returns (it renames the capsule to a name that numpy does
-    # not know).
+    # Plain tensors, not DLPack: the server copies outputs into shared memory in any case, and its
+    # stub never returns from reading a DLPack capsule of numpy (it gives the capsule a name that
+    # numpy does not know).
     outputs = [
         pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_)),
         pb_utils.Tensor("output_ids", np.array(reply.tokens, dtype=np.int32)),

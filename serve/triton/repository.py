@@ -1,5 +1,4 @@
-"""Model repositories for Triton Inference Server: writes them, and reads their settings inside
-Triton."""
+"""Write model repositories for Triton Inference Server, and read their settings inside Triton."""
 
 import json
 import os
@@ -22,8 +21,8 @@ DRAFTING = Speculation()
 BATCH = BatchOptions()
 _REMEDY = "write the repository again"
 
-# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in
-# JSON, are an addition.
+# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend. ``messages``, in
+# JSON, is an addition.
 INPUTS = (
     ("text_input", "STRING", 1),
     ("messages", "STRING", 1),
@@ -64,14 +63,15 @@ from eesd.serve.triton.model import TritonPythonModel as TritonPythonModel
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How Triton runs an engine directory: ``eesd.json`` in the directory of the model's version.
+    """Settings with which Triton runs an engine directory, from ``eesd.json`` in the directory of
+    the model's version.
 
     Attributes:
         engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory
             of the model's version.
         backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content,
             nvtx: See :func:`eesd.load`.
-        threads: CPU threads of an engine; None: the processors of the process.
+        threads: CPU threads of an engine; None for the number of processors of the process.
         batch: Limits of the batch.
 
     Raises:
@@ -96,8 +96,8 @@ class Settings:
             check_integer("threads", self.threads, 1, 1 << 16)
 
     def load(self, directory: Path) -> LLM:
-        """Open the engines, in the directory of the model's version. Raises :class:`EESDError` if
-        they cannot be used."""
+        """Open the engines. ``directory`` is that of the model's version. Raises :class:`EESDError`
+        if they cannot be used."""
         options = {
             one.name: getattr(self, one.name)
             for one in fields(self)
@@ -113,10 +113,10 @@ def write_triton_repository(
     name: str = "eesd",
     **settings: Any,
 ) -> Path:
-    """Write the model ``name`` into a model repository, which may have other models and need not
-    exist.
+    """Write the model ``name`` into a model repository. The repository may have other models, and
+    need not exist.
 
-    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the
+    The engine directory is not copied: Triton reads it at its place. ``1/eesd.json`` holds the
     settings and may be edited.
 
     Args:
@@ -164,7 +164,7 @@ def read_settings(directory: Path) -> Settings:
             if raw.get(name) is not None:
                 raw[name] = kind(**raw[name])
         return Settings(**raw)
-    except TypeError as error:  # another field, or none
+    except TypeError as error:  # an unknown field, or no field
         raise EESDError(f"{path} has fields that do not fit ({error}); {_REMEDY}.") from None
     except EESDError as error:
         raise EESDError(
@@ -173,8 +173,8 @@ def read_settings(directory: Path) -> Settings:
 
 
 def _config(name: str) -> str:
-    """The configuration. Triton batches nothing, because the service in the model does; one
-    instance takes all requests."""
+    """The configuration of a model. Triton does no batching, because the service in the model does;
+    one instance takes all requests."""
     inputs = ",\n".join(f"  {{ {_tensor(*tensor)} optional: true }}" for tensor in INPUTS)
     outputs = ",\n".join(f"  {{ {_tensor(*tensor)} }}" for tensor in OUTPUTS)
     return f"""# Written by EESD {eesd.__version__}
