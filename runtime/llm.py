@@ -33,8 +33,8 @@ from eesd.controllers.cost_aware_ts import RejectionTS
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.drafting import PLAIN, Drafting, make_drafting
 from eesd.runtime.decoding.drafting import Speculation as Speculation
+from eesd.runtime.decoding.round import Observer
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.sequence import Observer
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import KVCache
@@ -222,7 +222,7 @@ class LLM:
         drafting: The drafters that all requests use, except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
         observer: Called with each round's tokens and logits; see
-            :data:`~eesd.runtime.decoding.sequence.Observer`. Set by the user.
+            :data:`~eesd.runtime.decoding.round.Observer`. Set by the user.
         lock: Held while the engines run, and while state shared by requests changes.
     """
 

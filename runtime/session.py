@@ -22,9 +22,8 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
 from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.drafting import Drafting
-from eesd.runtime.decoding.round import run_round
+from eesd.runtime.decoding.round import Observer, TokenSequence, run_round
 from eesd.runtime.decoding.samplers import make_sampler
-from eesd.runtime.decoding.sequence import Observer, TokenSequence
 from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from eesd.bench.replay.costs import CostModel
-from eesd.common.errors import EESDError
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.llm import LLM
 
@@ -26,18 +25,10 @@ class CountedClock:
 
     @contextmanager
     def timing(self, llm: LLM) -> Iterator[None]:
-        """Count the calls of the LLM's engines, which other LLMs may share.
-
-        Raises:
-            EESDError: The draft takes several steps in one call, which is not counted.
-        """
+        """Count the calls of the LLM's engines, which other LLMs may share."""
         verify = llm.engines.verify
         draft = llm.engines.draft
         assert draft is not None
-        if draft.draft_chain is not None:
-            raise EESDError(
-                "Calls of engines on a GPU cannot be counted; choose --backend ort, or time them."
-            )
         with (
             patch("time.perf_counter", lambda: self.seconds),
             patch.object(verify, "forward", _watched(verify.forward, self._verified)),
@@ -45,23 +36,24 @@ class CountedClock:
         ):
             yield
 
-    def _verified(self, calls: Sequence[Call]) -> None:
+    def _verified(self, calls: Sequence[Call], _: Sequence[StepOutputs]) -> None:
         self.seconds += self._costs.verify_cost(
             max(sum(len(call.tokens) for call in calls if call.logits), 1)
         )
         self._steps = 0
 
-    def _drafted(self, _: Sequence[Call]) -> None:
-        self._steps += 1
-        self.seconds += self._costs.draft_cost(self._steps) - self._costs.draft_cost(
-            self._steps - 1
-        )
+    def _drafted(self, _: Sequence[Call], outputs: Sequence[StepOutputs]) -> None:
+        before = self._costs.draft_cost(self._steps)
+        self._steps += max(output.levels for output in outputs)
+        self.seconds += self._costs.draft_cost(self._steps) - before
 
 
-def _watched(forward: Forward, called: Callable[[Sequence[Call]], None]) -> Forward:
+def _watched(
+    forward: Forward, called: Callable[[Sequence[Call], Sequence[StepOutputs]], None]
+) -> Forward:
     def watched(calls: Sequence[Call]) -> list[StepOutputs]:
         outputs = forward(calls)
-        called(calls)
+        called(calls, outputs)
         return outputs
 
     return watched

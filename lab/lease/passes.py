@@ -74,7 +74,9 @@ def _timed(
             "draft": call(draft, start, 1),
         }
         if draft.buckets:
-            calls["chain of 4"] = partial(draft.draft_chain, kv_cache, 7, start, 4)
+            calls["chain of 4"] = partial(
+                draft.forward, [Call(kv_cache, [7], [start], start, levels=4)]
+            )
         found |= {
             f"{name} behind {start}": 1e3 * seconds_of(work, lease) for name, work in calls.items()
         }

@@ -26,7 +26,7 @@ from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.samplers import SpecSampler, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.base import Call, KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.engines.cuda_graph import CapturedGraph
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.device_engine import DeviceEngine
@@ -75,7 +75,6 @@ class Script:
         self._chances = random.random(SLOTS + 1)
         verify_calls = verify.forward
         draft_calls = draft.forward
-        chain = draft.draft_chain
 
         def verified(calls: Sequence[Call]) -> list[StepOutputs]:
             found = verify_calls(calls)
@@ -85,14 +84,11 @@ class Script:
 
         def drafted(calls: Sequence[Call]) -> list[StepOutputs]:
             return [
-                self._guessed(call.positions, one)
+                self._guessed(_positions(call, one.levels), one)
                 for call, one in zip(calls, draft_calls(calls), strict=True)
             ]
 
-        def chained(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
-            return self._guessed(range(slot, slot + count), chain(kv_cache, token, slot, count))
-
-        verify.forward, draft.forward, draft.draft_chain = verified, drafted, chained  # type: ignore[method-assign]
+        verify.forward, draft.forward = verified, drafted  # type: ignore[method-assign]
 
     def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
         """Replace the candidates. At most the first is right."""
@@ -106,6 +102,12 @@ class Script:
         )
         outputs.topk_logprobs[:, 0] = log(self.rate)
         return outputs
+
+
+def _positions(call: Call, levels: int) -> list[int]:
+    """Positions of the outputs of a draft call."""
+    *others, last = call.positions
+    return [*others, *range(last, last + levels)]
 
 
 def scripted(

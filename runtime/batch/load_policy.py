@@ -11,8 +11,7 @@ from eesd.controllers.batch_costs import BatchCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.draft_tree import Share
 from eesd.runtime.decoding.drafting import PLAIN, Drafting
-from eesd.runtime.decoding.round import Policy, Round
-from eesd.runtime.decoding.sequence import TokenSequence
+from eesd.runtime.decoding.round import Policy, Round, TokenSequence
 from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256

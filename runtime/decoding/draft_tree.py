@@ -76,6 +76,15 @@ class Node:
         """The candidates that are in the pass, best first."""
         return [child for child in self.candidates if child.index >= 0]
 
+    def first_path(self) -> "list[Node]":
+        """The best path below this node that is in the pass."""
+        path = []
+        node = self
+        while children := node.children:
+            node = children[0]
+            path.append(node)
+        return path
+
     def path(self) -> list[int]:
         """The tokens from the root's child down to this node; empty for the root."""
         tokens = []
@@ -147,10 +156,6 @@ class DraftTree:
         self._width = width
         self._budget = budget
         self._in_place = in_place
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.nodes) > self._max_nodes
 
     def grow(self, proposals: Sequence[Sequence[Proposal]]) -> DraftStep | None:
         """Add a level: the proposed children of each frontier node, of which the best paths are
@@ -337,11 +342,6 @@ def _rescale(node: Node, factor: float) -> None:
     node.rank *= factor
     for child in node.candidates:
         _rescale(child, factor)
-
-
-def is_chain(nodes: Sequence[Node]) -> bool:
-    """Whether each node is the child of the one before it."""
-    return nodes[-1].depth == len(nodes) - 1
 
 
 def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:

@@ -73,24 +73,14 @@ class Drafting:
         return [rule for rule in (*of_drafter, self.text) if rule is not None]
 
     @cached_property
-    def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule | Guard]:
-        """The objects that learn from committed rounds. The value comes first because the rules
-        read it."""
-        return [one for one in (self.value, *self.rules, self.guard) if one is not None]
+    def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule]:
+        """The value, if there is one, and the rules, which read it."""
+        return [rule for rule in (self.value, *self.rules) if rule is not None]
 
     def begin_request(self) -> None:
         """Call this before the first round of another text."""
         for rule in self.rules:
             rule.begin_request()
-
-    def allows(self, name: str, sure: float = 0.0) -> bool:
-        """Whether the guard lets a drafter draft now; see :meth:`Guard.allows`."""
-        return self.guard is None or self.guard.allows(name, sure)
-
-    @property
-    def pauses(self) -> int:
-        """Pauses of drafters so far, in all sequences that share the guard."""
-        return 0 if self.guard is None else self.guard.pauses
 
     def with_drafter(self, **changes: Any) -> "Drafting":
         """A copy whose drafter, if there is one, has these attributes."""

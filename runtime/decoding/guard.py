@@ -211,19 +211,22 @@ class Guard:
             return False
         return sure >= self._terms.sure or not self._account(drafter).paused
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a committed round."""
+    def observe(self, outcome: RoundOutcome) -> bool:
+        """Learn from a committed round. Returns whether a pause begins."""
+        pauses = False
         if not outcome.nodes:
             self._measure_plain(outcome.seconds)
         elif self.plain_step:
             account = self._account(outcome.drafter)
             self._measure_draft(outcome, account.draft)
-            self.pauses += account.drafted(outcome)
+            pauses = account.drafted(outcome)
+            self.pauses += pauses
             if account.paused:  # the load now must not affect the trial after the pause
                 (account.draft if outcome.steps else self._verify).forget()
         self._tokens += outcome.accepted + 1
         for account in self._accounts.values():
             account.earn(outcome.accepted + 1)
+        return pauses
 
     def _account(self, drafter: str) -> Account:
         if drafter not in self._accounts:

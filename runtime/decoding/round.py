@@ -1,5 +1,5 @@
-"""A round of one or several sequences: draft, verify, accept and commit. :func:`run_round` shows
-the order."""
+"""A sequence of tokens over its KV cache, and its rounds: draft, verify, accept, commit. Read it
+top-down from :func:`run_round`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,17 +12,181 @@ from eesd.controllers import DraftStep, RoundOutcome
 from eesd.controllers.base import TEXT
 from eesd.controllers.calibration import CERTAIN
 from eesd.controllers.text_rule import TextRule
-from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
+from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share, tree_mask
 from eesd.runtime.decoding.drafting import Drafter, Drafting
-from eesd.runtime.decoding.samplers import AcceptResult
-from eesd.runtime.decoding.sequence import TokenSequence
-from eesd.runtime.decoding.stats import RoundResult
-from eesd.runtime.decoding.text_drafter import NOTHING, TextProposal
+from eesd.runtime.decoding.samplers import AcceptResult, SpecSampler
+from eesd.runtime.decoding.stats import RoundResult, Stats
+from eesd.runtime.decoding.text_drafter import NOTHING, TextIndex, TextProposal
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.base import Call, KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LOGIT_CHUNK = 64
+"""Maximum number of prompt tokens whose logits are in memory at the same time."""
+
+Observer = Callable[[Sequence[int], Logits], None]
+"""Called after each round with its committed tokens and the verifier's logits before each of them
+[tokens, V]. The logits are valid only during the call. Without an observer they may stay on the
+device."""
+
+
+class TokenSequence:
+    """Tokens, their KV cache, and the state of decoding. Subclasses add the rules that end a text.
+
+    The last token is the **root** of the next round, in the slot ``len(tokens) - 1``. The slots
+    before it hold the keys and values of all other tokens, once the prompt is prefilled.
+
+    Attributes:
+        tokens: The prompt and all committed tokens. Set by each commit.
+        stats: Counts and seconds so far. Set by each commit; prefill adds its seconds.
+        finish_reason: None until a commit ends the sequence; see :class:`RoundResult`.
+        engines: The engines that run its calls. Set by the constructor.
+        manifest: Manifest of the engine directory. Set by the constructor.
+        drafting: The drafters of this sequence when it runs alone. Set by the constructor.
+        sampler: The sampler that chooses its tokens. Set by the constructor.
+        index: Index that finds repetitions in the tokens. Extended by each round.
+        observer: Called after each commit; None if nobody reads the logits.
+        drafted_to: End of the slots with drafted tokens that verify has not overwritten. Set by
+            draft steps, and reset to 0 by each commit.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        kv_cache: KVCache,
+        engines: Engines,
+        drafting: Drafting,
+        sampler: SpecSampler,
+        most: int,
+        observer: Observer | None = None,
+    ) -> None:
+        """Begin a sequence.
+
+        Args:
+            tokens: The prompt, not empty.
+            kv_cache: An empty cache.
+            engines: The engines that run its calls.
+            drafting: The drafters of this sequence when it runs alone.
+            sampler: Chooses tokens.
+            most: Maximum number of new tokens.
+            observer: Called after each commit.
+        """
+        self.tokens = list(tokens)
+        self.stats = Stats(prompt_tokens=len(tokens), exact=engines.exact)
+        self.finish_reason: str | None = None
+        self.engines = engines
+        self.manifest = engines.verify.manifest
+        self.drafting = drafting
+        self.sampler = sampler
+        self.index = TextIndex()
+        self.observer = observer
+        self.drafted_to = 0
+        self._most = most
+        self._kv_cache = kv_cache
+        self._closed = False
+        self._prefilled = 0
+        self._target = len(tokens) - 1
+        self._scored = 0
+        """Number of prompt tokens whose logits were computed, if ``_to_score`` is not 0."""
+        self._to_score = 0
+        """Number of prompt tokens whose logits are wanted."""
+
+    # The prompt
+
+    def prefill(self) -> None:
+        """Put all tokens of the prompt except the last into the cache. The first round does this if
+        the caller did not. The last token is the first root, so prefill needs no logits."""
+        while (piece := self.next_piece(self.engines.verify.prefill_chunk)) is not None:
+            started = time.perf_counter()
+            with self.engines.span("prefill"):
+                [outputs] = self.engines.verify.forward([piece])
+            self.add_piece(piece, outputs, time.perf_counter() - started)
+
+    def next_piece(self, most: int) -> Call | None:
+        """The call of the next piece of the prompt, at most ``most`` tokens; None if the prompt is
+        complete."""
+        self.check_open()
+        start = self._prefilled
+        logits = self._scored < self._to_score
+        most = min(most, self.engines.verify.prefill_chunk)
+        stop = min(start + most, self._target)
+        if logits:
+            stop = min(start + most, start + LOGIT_CHUNK, self._to_score)
+        if start == stop:
+            return None
+        self._kv_cache.reserve(stop)
+        return Call(
+            self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits
+        )
+
+    def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+        """Record that the call of a piece of the prompt is done, and took ``seconds``."""
+        self._prefilled = piece.slot + len(piece.tokens)
+        self.stats.prefill_seconds += seconds
+
+    @property
+    def unfilled(self) -> int:
+        """Number of tokens that are not in the cache yet: of the prompt, or of a text that was
+        moved."""
+        return self._target - self._prefilled
+
+    # Rounds
+
+    def call(self, nodes: Sequence[Node], first: int = 0) -> Call:
+        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` after
+        the root's."""
+        root = len(self.tokens) - 1
+        called = nodes[first:]
+        tokens = [node.token for node in called]
+        positions = [root + node.depth for node in called]
+        if nodes[-1].depth == len(nodes) - 1:  # a chain
+            return Call(self._kv_cache, tokens, positions, root + first)
+        return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
+
+    def verified(self, nodes: Sequence[Node]) -> Call:
+        """The verify call for nodes. It also clears slots of the draft beyond these nodes."""
+        stop = len(self.tokens) - 1 + len(nodes)
+        if self.drafted_to > stop:
+            self._kv_cache.clear(stop, self.drafted_to)
+        return self.call(nodes)
+
+    @property
+    def left(self) -> int:
+        """Maximum number of further tokens."""
+        return min(self._most - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
+
+    def forced(self, most: int) -> Sequence[int]:
+        """At most ``most`` tokens that must follow because no others are allowed: a draft without
+        cost."""
+        return ()
+
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """Number of these next tokens that belong to the text; None if it does not end within
+        them."""
+        return None
+
+    # The cache
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cache, for calls of other engines. Raises :class:`EESDError` on a closed sequence."""
+        self.check_open()
+        return self._kv_cache
+
+    def close(self) -> KVCache:
+        """Give up the cache and return it, so that the next sequence can use it. ``tokens``,
+        ``stats`` and ``finish_reason`` remain."""
+        self._closed = True
+        return self._kv_cache
+
+    def check_open(self) -> None:
+        """Raise :class:`EESDError` if the sequence is closed."""
+        if self._closed:
+            raise EESDError(
+                "The session is closed, and its KV cache belongs to the next one; start a new "
+                "session."
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -84,10 +248,10 @@ class Round:
         self.most_depth = self._max_depth()
         self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(tokens))
         drafter = self.drafting.drafter
-        if drafter is not None and self.most_depth >= 1 and self.drafting.allows(drafter.name):
+        if drafter is not None and self.most_depth >= 1 and self._allows(drafter.name):
             self.drafter = drafter
         sequence.sampler.begin_round(tokens)
-        self.proposal = self._proposal(self.drafting.text, self.most_depth)
+        self.proposal = self._proposal()
         self.tree = self._tree(tokens[-1])
         copied = self._copied()
         if copied:
@@ -97,61 +261,44 @@ class Round:
             self.wants_more = self.length != 0
 
     def next_draft(self) -> Call:
-        """The call of the next draft step."""
+        """The draft call after the last level. It asks for several levels if the draft is a chain
+        of the engine's most likely tokens: all if the controller fixed their number, and the
+        controller's ``steps_at_once`` if it did not."""
         sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
         assert drafter is not None
         if not tree.steps:
             self.kv_cache.reserve(len(sequence.tokens) + self.most_nodes)
-        sequence.drafted_to = max(sequence.drafted_to, len(sequence.tokens) - 1 + len(tree.nodes))
+        levels = 1
+        if drafter.tree_width == 1 and sequence.sampler.proposes_top_tokens:
+            wanted = drafter.controller.steps_at_once
+            if self.length is not None:
+                wanted = self.length - tree.steps
+            levels = max(min(wanted, self.most_depth - tree.steps), 1)
+        written = len(sequence.tokens) - 2 + len(tree.nodes) + levels
+        sequence.drafted_to = max(sequence.drafted_to, written)
         first = tree.frontier[0].index
-        call = sequence.call(tree.nodes, first)
+        call = sequence.call(tree.nodes, first)._replace(levels=levels)
         if drafter.engine.chooses:
             chooser = sequence.sampler.chooser(tree.nodes[first:], tree.branching)
             call = call._replace(choose=chooser)
         return call
 
-    def draft_chain(self) -> bool:
-        """If the engine can, draft several steps of a chain in one call, without waiting for the
-        host in between: all steps if the controller fixed their number, and the controller's
-        ``steps_at_once`` if it did not. Returns whether the engine did."""
-        sequence = self.sequence
-        tree = self.tree
-        drafter = self.drafter
-        assert drafter is not None
-        chain = drafter.engine.draft_chain
-        steps = self.length or drafter.controller.steps_at_once
-        if (
-            chain is None
-            or not steps
-            or drafter.tree_width > 1
-            or not sequence.sampler.proposes_top_tokens
-        ):
-            return False
-        self.kv_cache.reserve(len(sequence.tokens) + self.most_nodes)
-        started = time.perf_counter()
-        last = tree.frontier[0]
-        slot = len(sequence.tokens) - 1 + last.index
-        count = min(steps, self.most_depth - last.depth)
-        sequence.drafted_to = max(sequence.drafted_to, slot + count)
-        outputs = chain(self.kv_cache, last.token, slot, count)
-        self.drafted(outputs, time.perf_counter() - started, count)
-        return True
-
-    def drafted(self, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
-        """Add levels to the draft from the draft engine's outputs. The controller sees each level;
-        its answer to the last level decides whether to continue."""
+    def drafted(self, outputs: StepOutputs, seconds: float) -> None:
+        """Add the levels of a draft call's outputs. The controller sees each level; its answer to
+        the last level decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
         controller = self.drafter.controller
         self.draft_seconds += seconds
-        for row in range(levels):
-            step = self._grow(tree, outputs, row)
-            ends = step is None or tree.frontier[0].depth >= self.most_depth or tree.is_full
-            self.wants_more = not ends and step is not None and controller.keep_drafting(step)
+        for row in range(outputs.levels):
+            step = self._grow(outputs, row)
+            self.wants_more = False
             if step is None:
                 break
+            if tree.frontier[0].depth < self.most_depth and len(tree.nodes) <= self.most_nodes:
+                self.wants_more = controller.keep_drafting(step)
 
     def complete(self, share: Share | None = None) -> Call:
         """End the draft, choose the nodes to verify, and return the verify call.
@@ -204,10 +351,10 @@ class Round:
             finish_reason=result.finish_reason,
         )
 
-        pauses = self.drafting.pauses
-        for one in self.drafting.observers:  # even those that could not draft in this round
-            one.observe(outcome)
-        sequence.stats.guard_pauses += self.drafting.pauses - pauses
+        for rule in self.drafting.observers:  # even those that could not draft in this round
+            rule.observe(outcome)
+        if self.drafting.guard is not None:
+            sequence.stats.guard_pauses += self.drafting.guard.observe(outcome)
         sequence.stats.host_seconds += time.perf_counter() - committed_at
         if sequence.observer is not None:
             sequence.observer(
@@ -289,17 +436,20 @@ class Round:
             count = text.count_behind(more.path_chances, len(tree.nodes) - 1)
             tree.follow(more.tokens[:count], TEXT)
 
-    def _proposal(self, text: TextRule | None, most: int) -> TextProposal:
-        """The tokens that must follow the root; if there are none, the text's proposal. At most
-        ``most`` tokens. The text's tokens are judged in every round, even if they are not
-        verified."""
+    def _proposal(self) -> TextProposal:
+        """The tokens that must follow the root; if there are none, the text's proposal. They are
+        judged in every round, even if they are not verified."""
         sequence = self.sequence
+        text = self.drafting.text
+        most = self.most_depth
         if most <= 0:
             return NOTHING
         tokens = [*sequence.forced(most)]
         if tokens:
             return TextProposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
-        return sequence.index.propose(sequence.tokens, most, text) if text else NOTHING
+        if text is None:
+            return NOTHING
+        return sequence.index.propose(sequence.tokens, most, text)
 
     def _copied(self) -> int:
         """Number of proposed tokens that this round verifies without drafting."""
@@ -310,7 +460,14 @@ class Round:
         if text is None:
             return 0
         count = text.count(proposal.path_chances, self.drafter is not None)
-        return count if self.drafting.allows(TEXT, sum(proposal.path_chances[:count])) else 0
+        if not count or not self._allows(TEXT, sum(proposal.path_chances[:count])):
+            return 0
+        return count
+
+    def _allows(self, drafter: str, sure: float = 0.0) -> bool:
+        """Whether the guard lets a drafter draft now; see :meth:`Guard.allows`."""
+        guard = self.drafting.guard
+        return guard is None or guard.allows(drafter, sure)
 
     def _max_depth(self) -> int:
         """Maximum number of levels of the draft: the bonus token must fit after them."""
@@ -319,11 +476,14 @@ class Round:
         ends = [last - root for last in sequence.engines.last_positions if last >= root]
         return min(sequence.left - 1, sequence.manifest.max_tree_nodes, *ends[:1])
 
-    def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
+    def _grow(self, outputs: StepOutputs, row: int) -> DraftStep | None:
         """Add a level to the tree. The outputs for the frontier begin in ``row``. If outputs are
         NaN, nothing is proposed, which ends the draft."""
+        tree = self.tree
         first = tree.frontier[0].index - row
-        told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
+        told = outputs.topk_logprobs
+        if outputs.chosen is not None:
+            told = outputs.chosen
         if told is not None and isnan(told.min()):
             return tree.grow([[] for _ in tree.frontier])
         propose = self.sequence.sampler.propose
@@ -343,16 +503,18 @@ class Round:
             tokens = tokens[:count]
             reason = "stop"
         accepted = path[: len(tokens)]
-        last = path[-1] if path else self.nodes[0]
-        judged = [*accepted, *last.children[:1]][: len(tokens)]
+        rest = [self.nodes[0], *path][-1].first_path()
+        rejected = list[int]()
+        if reason is None:
+            rejected = [node.token for node in rest]
         return RoundResult(
             tokens,
             len(accepted),
             reason,
             [node.source for node in accepted],
-            [] if reason else _rejected(last),
+            rejected,
             outcome,
-            judged=[node.source for node in judged],
+            judged=[node.source for node in [*accepted, *rest[:1]][: len(tokens)]],
             levels=max([node.depth for node in self.nodes]),
             drafting=self.drafter is not None or len(self.nodes) > 1,
             draft_seconds=self.draft_seconds,
@@ -464,13 +626,12 @@ def run_round(
 
 
 def draft(rounds: Sequence[Round], policy: Policy) -> None:
-    """Draft level by level, with one call for all rounds that draft on."""
+    """Draft level by level, with one call for all rounds that draft on. A draft engine may return
+    several levels of a chain."""
     depth = 0
     while drafting := policy.draft_on(rounds, depth):
         depth += 1
         started = time.perf_counter()
-        if len(drafting) == 1 and _isolated(drafting[0], drafting[0].draft_chain):
-            continue
         calls = [call for current in drafting if (call := _isolated(current, current.next_draft))]
         planned = [current for current in drafting if current.error is None]
         if not planned:
@@ -508,16 +669,6 @@ def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _rejected(node: Node) -> list[int]:
-    """The rejected tokens: the best verified path below ``node``, which is the last accepted
-    node."""
-    tokens = []
-    while children := node.children:
-        node = children[0]
-        tokens.append(node.token)
-    return tokens
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:

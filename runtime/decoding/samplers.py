@@ -117,13 +117,14 @@ class SpecSampler:
         self._allowed = allowed
         self._tokens: Sequence[int] = ()
         self._bias = dict(sampling.logit_bias)
+        self._counts = sampling.counts
         self._generated = Counter[int]()  # occurrences of each token, if penalties need them
         self._counted = 0
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         """Begin a round. ``tokens`` are all committed tokens, the root last."""
         # Before the first round there is only the prompt.
-        if self._sampling.counts and self._counted:
+        if self._counts and self._counted:
             self._generated.update(tokens[self._counted :])
         self._tokens = tokens
         self._counted = len(tokens)
@@ -152,7 +153,7 @@ class SpecSampler:
             logits = penalize(
                 logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()])
             )
-        if self._sampling.counts:
+        if self._counts:
             logits = add_to(
                 logits,
                 count_penalties(self._sampling, self._generated + Counter(node.path())),

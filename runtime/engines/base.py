@@ -26,6 +26,7 @@ class StepOutputs:
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
         chosen: Result of the call's :data:`Choose`, [n, ...], if there was one.
+        levels: Levels that a draft call ran. The n rows are one for each, if there are several.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class StepOutputs:
         topk_logprobs: NDArray[np.float32] | None = None,
         argmax_ids: NDArray[np.int64] | None = None,
         chosen: NDArray[np.float64] | None = None,
+        levels: int = 1,
     ) -> None:
         """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a
         greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], which
@@ -44,6 +46,7 @@ class StepOutputs:
         self.topk_logprobs = topk_logprobs
         self._argmax_ids = argmax_ids
         self.chosen = chosen
+        self.levels = levels
 
     @property
     def logits(self) -> Logits:
@@ -145,6 +148,9 @@ class Call(NamedTuple):
             own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
         choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
+        levels: For a draft engine: maximum number of levels to draft after a single token, each
+            from the most likely token of the level before. An engine may draft fewer, at least one.
+            Several levels have no logits.
     """
 
     kv_cache: KVCache
@@ -155,6 +161,7 @@ class Call(NamedTuple):
     tree_mask: NDArray[np.bool_] | None = None
     logits: bool = True
     choose: Choose | None = None
+    levels: int = 1
 
 
 class Work(NamedTuple):
@@ -171,12 +178,6 @@ class Work(NamedTuple):
     rows: int
 
 
-DraftChain = Callable[[KVCache, int, int, int], StepOutputs]
-"""Takes (kv_cache, token, slot, count), and runs ``count`` draft steps: the first with ``token`` at
-``slot``, each further step with the most likely token of the previous step, without the host in
-between. Returns a row for each step, without logits."""
-
-
 class Engine(Protocol):
     """A loaded draft or verify graph."""
 
@@ -188,11 +189,6 @@ class Engine(Protocol):
     def chooses(self) -> bool:
         """Whether logits are on a device on which it pays to choose tokens with :attr:`Call.choose`
         instead of copying the logits."""
-
-    @property
-    def draft_chain(self) -> DraftChain | None:
-        """Function that drafts several steps of a chain in one call; None if that is not
-        supported."""
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
         """The caches of ``count`` sequences, for calls of this directory's engines that may run

@@ -70,7 +70,6 @@ class CpuEngine:
 
     prefill_chunk = 256
     chooses = False
-    draft_chain = None
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ class DeviceEngine:
                         ]
                     )
                     if self.is_draft:
-                        self.draft_chain(kv_cache, 0, slot, 1)
+                        self._draft_chain(Call(kv_cache, [0], (), slot))
 
     def _warm_up_rows(self, memory: RowMemory) -> None:
         most = LARGEST_LEVEL if self.is_draft else self.manifest.max_tree_nodes + 1
@@ -292,6 +292,8 @@ class DeviceEngine:
     def _run_one(self, call: Call) -> StepOutputs:
         """Run a call of one sequence."""
         memory = _row(call.kv_cache).memory
+        if call.levels > 1:
+            return self._draft_chain(call)
         if memory.fixed and memory.rows > 1 and not self._fits_round(call):
             return self._staged(call)
         if call.logits:
@@ -389,21 +391,23 @@ class DeviceEngine:
             ]
         )
 
-    @torch.inference_mode()
-    def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
-        """See :data:`~eesd.runtime.engines.base.DraftChain`."""
-        memory = _row(kv_cache).memory
-        row = _row(kv_cache).row
+    def _draft_chain(self, call: Call) -> StepOutputs:
+        """Draft the levels of a call without the host in between. The outputs have no logits."""
+        memory = _row(call.kv_cache).memory
+        row = _row(call.kv_cache).row
         prepared = self._prepared_over(memory)
-        key = (row, self.seen(slot + count) if memory.rows == 1 else 0)
+        slots = 0
+        if memory.rows == 1:
+            slots = self.seen(call.slot + call.levels)
+        key = row, slots
         with self.stages[0].stream.activate():
             if key not in prepared.loops:
                 layer = partial(memory.layer, first=row, rows=1)
                 prepared.loops[key] = DraftLoop(
-                    self.manifest, self.stages[0], layer, key[1], prepared.pool
+                    self.manifest, self.stages[0], layer, slots, prepared.pool
                 )
-            ids, logprobs = prepared.loops[key].run(token, slot, count)
-        return StepOutputs(no_logits, ids, logprobs)
+            ids, logprobs = prepared.loops[key].run(call.tokens[0], call.slot, call.levels)
+        return StepOutputs(no_logits, ids, logprobs, levels=call.levels)
 
     def _prepared_over(self, memory: RowMemory) -> "_Prepared":
         """The prepared calls over a memory. Calls that are bound to its former tensors are

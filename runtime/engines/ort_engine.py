@@ -62,7 +62,6 @@ class OrtEngine:
 
     prefill_chunk = 256
     chooses = False
-    draft_chain = None
 
     def __init__(
         self,

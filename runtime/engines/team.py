@@ -371,10 +371,6 @@ class TeamEngine:
         self.team.tell(self, "forward", [call._replace(choose=None) for call in calls])
         return self.own.forward([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
 
-    @told
-    def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
-        return self.own.draft_chain(_own(kv_cache), token, slot, count)
-
     def work(self, calls: Sequence[Call]) -> Work:
         return self.own.work([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
 

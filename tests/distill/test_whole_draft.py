@@ -55,8 +55,6 @@ class Spoiling:
     """An engine that writes garbage into every slot of its call, optionally into later slots, and
     returns nonsense."""
 
-    draft_chain = None
-
     def __init__(self, engine: Engine, garbage: float, speaks: bool) -> None:
         self._engine = engine
         self._garbage = garbage

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from itertools import pairwise
@@ -41,7 +41,7 @@ from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.draft_tree import Node, tree_mask
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.base import Engine, KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, Engine, StepOutputs
 from eesd.runtime.engines.device import device_streams
 from eesd.runtime.engines.device_cache import DeviceKVCache, RowMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
@@ -244,34 +244,32 @@ def test_a_device_drafts_two_steps_before_it_asks(
     controller = Threshold(p=0.2)
     llm.drafting = llm.drafting.with_drafter(controller=controller)
     draft = llm.engines.draft
-    chains = list[tuple[int, int]]()
+    levels = list[int]()
     told = list[int]()
     assert isinstance(draft, DeviceEngine)
-    chain = draft.draft_chain
+    forward = draft.forward
     keep = controller.keep_drafting
 
-    def drafted(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
-        chains.append((slot, count))
-        return chain(kv_cache, token, slot, count)
+    def drafted(calls: Sequence[Call]) -> list[StepOutputs]:
+        [outputs] = forward(calls)
+        levels.append(outputs.levels)
+        return [outputs]
 
     def asked(step: DraftStep) -> bool:
         told.append(step.depth)
         return keep(step)
 
-    monkeypatch.setattr(draft, "forward", None)  # no step runs alone
-    monkeypatch.setattr(draft, "draft_chain", drafted)
+    monkeypatch.setattr(draft, "forward", drafted)
     monkeypatch.setattr(controller, "keep_drafting", asked)
     made = llm.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     plain = llm.generate(PROMPTS[0], max_new_tokens=60, draft=False, ignore_eos=True)
     assert made.tokens == plain.tokens and made.stats.acceptance > 0.3
-    assert {count for _, count in chains} <= {1, 2} and made.stats.draft_steps == sum(
-        count for _, count in chains
-    )
+    assert {*levels} <= {1, 2} and made.stats.draft_steps == sum(levels)
     assert len(told) in (made.stats.draft_steps, made.stats.draft_steps - 1), (
         "the last step of a text is not asked about"
     )
     followed = [depth for depth, then in pairwise(told) if then == depth + 1 and depth % 2 == 0]
-    assert followed and 2 * len(chains) < 1.2 * len(told), "drafts go on after an answer"
+    assert followed and 2 * len(levels) < 1.2 * len(told), "drafts go on after an answer"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -449,7 +447,7 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
         drafter = OnCache(draft, kv_cache)
         for start in (0, 3):  # the same calls before and after
             verifier.forward([5, 9, 3], range(start, start + 3), start)
-            drafted = drafter.draft_chain(7, start + 3, 4)
+            drafted = drafter.chain(7, start + 3, 4)
             outputs = verifier.forward(
                 tokens, [start + position for position in positions], start + 3, start + 3, mask
             )

@@ -43,12 +43,11 @@ from eesd.export import onnx_graph
 from eesd.export.onnx_ops import OnnxOperations
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
-from eesd.runtime.decoding import samplers, sampling, sequence
+from eesd.runtime.decoding import samplers, sampling
 from eesd.runtime.decoding.draft_tree import DraftTree
-from eesd.runtime.decoding.round import Policy, Round
+from eesd.runtime.decoding.round import Policy, Round, TokenSequence
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.sequence import TokenSequence
 from eesd.runtime.engines import cpu_engine
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache
@@ -359,7 +358,7 @@ def test_temperature_after_top_p_is_caught(
             TokenSequence, "call", "root + node.depth", "root + node.index", id="positions"
         ),
         pytest.param(
-            sequence,
+            decoding_round,
             "tree_mask",
             "seen[node.index] |= seen[node.parent.index]",
             "seen[node.index, : node.index] = True",

@@ -19,8 +19,8 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.drafting import Drafter, Drafting
 from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.round import Observer
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.sequence import Observer
 from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
@@ -197,8 +197,9 @@ class PauseUntil(Guard):
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         return drafter != self._drafter or self._left <= 0
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, outcome: RoundOutcome) -> bool:
         self._left -= 1
+        return False
 
 
 class Wrapped:
@@ -206,7 +207,6 @@ class Wrapped:
     ignored."""
 
     chooses = False
-    draft_chain = None
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ def timed(
     node ``node``."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
-    for part in ("decoding.round", "decoding.sequence", "session"):
+    for part in ("decoding.round", "session"):
         monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
 
     def passing(engine: Engine, seconds: float, more: float) -> Wrapped:

@@ -70,7 +70,7 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
     ]
     found += [outputs.logits.copy() for outputs in verify.forward(calls)]
     found += [outputs.logits.copy() for call in calls for outputs in draft.forward([call])]
-    drafted = OnCache(draft, caches[0]).draft_chain(7, start, 1).topk_logprobs
+    drafted = OnCache(draft, caches[0]).chain(7, start, 2).topk_logprobs
     assert drafted is not None
     return [*found, drafted]
 

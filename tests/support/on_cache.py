@@ -33,9 +33,9 @@ class OnCache:
             [Call(self._kv_cache, tokens, range(slot, slot + len(tokens)), slot, logits=False)]
         )
 
-    def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
-        assert self.engine.draft_chain is not None
-        return self.engine.draft_chain(self._kv_cache, token, slot, count)
+    def chain(self, token: int, slot: int, levels: int) -> StepOutputs:
+        call = Call(self._kv_cache, [token], [slot], slot, levels=levels)
+        return self.engine.forward([call])[0]
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
