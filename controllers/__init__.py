@@ -9,9 +9,8 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome, SiblingLabel, TextStep
-from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.controllers.fixed import Fixed
+from eesd.controllers.base import Controller, DraftStep, Fixed, RoundOutcome, SiblingLabel, TextStep
+from eesd.controllers.calibration import CostAwareTS
 from eesd.controllers.thompson import BetaTS, CalibrationTS
 from eesd.controllers.value import RoundValue
 

@@ -142,3 +142,18 @@ class Controller:
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round. A round without draft steps is only a sample of costs: the
         guard or the text rule may have prevented the draft."""
+
+
+class Fixed(Controller):
+    """Always draft ``k`` tokens."""
+
+    def __init__(self, k: int = 4, seed: int = 0) -> None:
+        if k < 1:
+            raise ValueError("k must be at least 1")
+        self.k = k
+
+    def begin_round(self, width: int) -> int:
+        return self.k
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return step.depth < self.k

@@ -17,7 +17,6 @@ from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.batch_costs import BatchCosts
 from eesd.controllers.calibration import CalibratedDraft, Calibrator
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
-from eesd.controllers.text_rule import TextRule
 from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
 FIRST_RIGHT = 2.0
@@ -171,6 +170,18 @@ class LoadRule:
         most = (gains - price).max(0)
         return int(counts[most.argmax()]) if most.max() >= 0 else 0
 
+    def copied(self, values: Sequence[float], drafts: bool) -> int:
+        """Number of tokens that a row takes from its text: all that are likely enough, or 0 if the
+        expected draft is worth as much.
+
+        Args:
+            values: For each token the chance that it and all before it are right.
+            drafts: Whether the row could draft instead.
+        """
+        likely = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
+        draft = sum(self.first**level for level in range(1, HORIZON + 1)) * drafts
+        return len(likely) * (sum(likely) > draft)
+
     def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
         """Number of levels that each row verifies: the most valuable nodes of all rows, whose
         chances are ``values``."""
@@ -261,27 +272,6 @@ class RowController(CalibratedDraft):
         # The committed tokens judge the first drafted token even if it was not verified.
         accepted = outcome.num_expanded if outcome.depth else int(outcome.first_right)
         self._rule.judge_first(self.learn(max(outcome.depth, 1), accepted)[0])
-
-
-class RowTextRule(TextRule):
-    """Takes all of the text's proposal if that is worth more than the expected draft.
-
-    All rows share the calibration. The batch decides how many of the tokens are verified.
-    """
-
-    def __init__(self, rule: LoadRule) -> None:
-        super().__init__(accept=rule.text)
-        self._rule = rule
-
-    def count(self, values: Sequence[float], drafts: bool) -> int:
-        worth = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
-        exit_head = (
-            sum(self._rule.first**level for level in range(1, HORIZON + 1)) if drafts else 0.0
-        )
-        return len(worth) if sum(worth) > exit_head else 0
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.judge(outcome)
 
 
 def _as_asked(rows: int, nodes: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from functools import partial
 from math import log
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import RoundOutcome, TextStep
 from eesd.controllers.calibration import CERTAIN, Calibrator, sigmoid
 from eesd.controllers.value import RoundValue, most_valuable
+
+if TYPE_CHECKING:
+    from eesd.controllers.load_rule import LoadRule
 
 PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wander=0.05)
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
@@ -111,13 +115,16 @@ class TextRule:
 
     The committed tokens judge the text's proposal in every round, even if it was not verified, so
     chances need no exploration. The worth of a round is its expected tokens minus lambda times its
-    seconds, both from ``value``. The worth of drafting is learned from the rounds that drafted.
+    seconds, both from ``value``. The worth of drafting is learned from the rounds that drafted. A
+    row of a batch asks ``load`` instead, and shares the calibration with the other rows.
     """
 
-    def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
-        """``accept`` calibrates the chances; several rules may share it."""
-        self.accept = accept or Calibrator(PRIOR.accept, PRIOR)
+    def __init__(self, value: RoundValue | None = None, load: "LoadRule | None" = None) -> None:
+        self.accept = Calibrator(PRIOR.accept, PRIOR)
         self.value = value or RoundValue()
+        self._load = load
+        if load is not None:
+            self.accept = load.text
         self.drafting = DraftingWorth()
         self.whole = 0.0
         """Number of drafting rounds whose draft was accepted as a whole, discounted."""
@@ -143,8 +150,11 @@ class TextRule:
             drafts: Whether the round could draft instead.
 
         Returns:
-            One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter.
+            One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter. For a row of
+            a batch any number; the batch may verify fewer.
         """
+        if self._load is not None:
+            return self._load.copied(values, drafts)
         if not self.value.verify.fitted:
             return 0
         best, most = self._best(values)
@@ -195,16 +205,12 @@ class TextRule:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""
-        self.judge(outcome)
-        if outcome.steps:
+        for number, step in enumerate(outcome.proposed):
+            self.accept.learn(self.accept.score(text_features(step)), number < outcome.right)
+        self.accept.advance()
+        if outcome.steps and self._load is None:
             spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
             self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
             self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
         self._text_worth = 0.0
-
-    def judge(self, outcome: RoundOutcome) -> None:
-        """Learn how many of the text's tokens were right."""
-        for number, step in enumerate(outcome.proposed):
-            self.accept.learn(self.accept.score(text_features(step)), number < outcome.right)
-        self.accept.advance()

@@ -29,7 +29,7 @@ from eesd.common.errors import EESDError
 from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
-from eesd.controllers.cost_aware_ts import RejectionTS
+from eesd.controllers.calibration import RejectionTS
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.drafting import PLAIN, Drafting, make_drafting
 from eesd.runtime.decoding.drafting import Speculation as Speculation

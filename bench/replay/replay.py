@@ -18,8 +18,7 @@ from eesd.bench.replay.costs import CostModel
 from eesd.bench.replay.traces import Trace
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
-from eesd.controllers.base import EXIT
-from eesd.controllers.fixed import Fixed
+from eesd.controllers.base import EXIT, Fixed
 
 Array = NDArray[np.float64]
 DRAWS = 2000

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from eesd.controllers.batch_costs import BatchCosts
-from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
+from eesd.controllers.load_rule import LoadRule, RowController
+from eesd.controllers.text_rule import TextRule
 from eesd.runtime.decoding.draft_tree import Share
 from eesd.runtime.decoding.drafting import PLAIN, Drafting
 from eesd.runtime.decoding.round import Policy, Round, TokenSequence
@@ -102,8 +103,10 @@ class LoadPolicy(Policy):
         found = self._known.get(sequence)
         if found is None:
             row = own.with_drafter(controller=RowController(self._rule))
-            text = RowTextRule(self._rule) if own.text else None
-            found = self._known[sequence] = Drafting(row.drafter, text)
+            found = Drafting(row.drafter)
+            if own.text is not None:
+                found = Drafting(row.drafter, TextRule(load=self._rule))
+            self._known[sequence] = found
         return found
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:

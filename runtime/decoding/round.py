@@ -481,10 +481,8 @@ class Round:
         NaN, nothing is proposed, which ends the draft."""
         tree = self.tree
         first = tree.frontier[0].index - row
-        told = outputs.topk_logprobs
-        if outputs.chosen is not None:
-            told = outputs.chosen
-        if told is not None and isnan(told.min()):
+        values = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
+        if values is not None and isnan(values.min()):
             return tree.grow([[] for _ in tree.frontier])
         propose = self.sequence.sampler.propose
         count = tree.branching

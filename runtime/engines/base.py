@@ -36,6 +36,7 @@ class StepOutputs:
         topk_logprobs: NDArray[np.float32] | None = None,
         argmax_ids: NDArray[np.int64] | None = None,
         chosen: NDArray[np.float64] | None = None,
+        *,
         levels: int = 1,
     ) -> None:
         """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a

@@ -14,8 +14,7 @@ from eesd.common.errors import EESDError
 from eesd.common.json_input import from_json
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
-from eesd.controllers.calibration import Calibrator, features
-from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.calibration import Calibrator, CostAwareTS, features
 from eesd.controllers.thompson import CalibrationTS
 from eesd.controllers.value import CostCurve, RoundValue
 from eesd.runtime.llm import Speculation, load

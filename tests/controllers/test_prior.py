@@ -17,8 +17,7 @@ from eesd import load
 from eesd.common.json_input import from_json
 from eesd.common.manifest import load_manifest
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.calibration import sigmoid
-from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.calibration import CostAwareTS, sigmoid
 from eesd.distill.acceptance import GreedyDrafts, drafted_rounds
 from eesd.distill.calibrate import (
     REQUEST_STDS,

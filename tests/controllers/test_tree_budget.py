@@ -17,8 +17,8 @@ from support.lossless_checks import (
 )
 
 from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_controller
+from eesd.controllers.base import Fixed
 from eesd.controllers.calibration import features, sigmoid
-from eesd.controllers.fixed import Fixed
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler

@@ -19,7 +19,7 @@ from support.mutants import mutate, then
 from support.on_cache import OnCache
 
 from eesd.common.manifest import load_manifest
-from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.calibration import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import embed
 from eesd.runtime.engines import cuda_graph, forward_step

@@ -34,7 +34,7 @@ from eesd.bench.replay.replay import Threshold
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.controllers import DraftStep
-from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.calibration import CostAwareTS
 from eesd.model.graphs import Draft
 from eesd.runtime.cli import main
 from eesd.runtime.compare import first_divergence

@@ -11,7 +11,7 @@ from support.lossless_checks import Joint, check_joint, check_sampler, exact_joi
 
 from eesd.bench.replay.replay import Threshold
 from eesd.controllers import Controller, make_controller
-from eesd.controllers.cost_aware_ts import RejectionTS
+from eesd.controllers.calibration import RejectionTS
 from eesd.runtime.decoding.sampling import Sampling
 
 PROMPT = [3]

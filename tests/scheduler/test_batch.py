@@ -29,7 +29,7 @@ from support.without_operators import needs_operators
 
 from eesd.common.errors import EESDError
 from eesd.controllers import load_rule
-from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.calibration import CostAwareTS
 from eesd.runtime.batch.scheduler import PASSING, SHORT, BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
