@@ -1,13 +1,13 @@
-// Attention over caches in place. A token sees positions in order: those of its context are in the slots with the same numbers, later
-// positions in the slots of its path. Tiles of 16 and chunks of 128 are counted by position, so a token of a tree has the same bits
-// as in a chain.
+// Attention that reads and writes caches in place. A token sees positions in order: those of its context are in the slots with the same
+// numbers, later positions in the slots of its path. Tiles of 16 and chunks of 128 are divided by position, so a token of a tree gets the
+// same bits as in a chain.
 
 constexpr int64_t TILES = CHUNK / 16;
-constexpr int64_t QUERIES = 48;  // queries whose scores over a chunk are kept at once
-constexpr float MOST = 32767;    // level of the largest number of a query, or of a chunk's weights, for products with levels
+constexpr int64_t QUERIES = 48;  // maximum number of queries whose scores over a chunk are kept at once
+constexpr float MOST = 32767;    // for products with levels: the level of the largest number of a query, or of a chunk's weights
 
-// The types of cells' factors, and of sums. Levels of 8 bits are multiplied by levels of 16 bits, two at a time. Their sums are integers
-// that fit 32 bits, 127 MOST MAX_WIDTH < 2^31, so their order does not matter.
+// The types of the numbers by which cells are multiplied, and of sums. 8-bit levels are multiplied by 16-bit levels, two at a time. The
+// sums are integers that fit 32 bits (127 MOST MAX_WIDTH < 2^31), so the order of terms does not matter.
 template <typename Cell> struct Kind {
   using Factor = float;
   using Sum = Floats;
@@ -27,13 +27,13 @@ static inline void begin(Bytes &sum, const float *) { sum = all_sums(0); }
 static inline Floats ended(Floats sum, float) { return sum; }
 static inline Floats ended(Bytes sum, float scale) { return mul(to_floats(sum), all(scale)); }
 
-// Turn sums into scores: times the query's factor, and with levels times the scales of the keys.
+// Turn sums into scores: multiply by the query's factor and, with levels, by the scales of the keys.
 static inline Floats scored(Floats sum, const void *, int64_t, float factor) { return mul(sum, all(factor)); }
 static inline Floats scored(Bytes sum, const int8_t *keys, int64_t width, float factor) {
   return mul(to_floats(sum), mul(load(scales_of(keys, width)), all(factor)));
 }
 
-// Call work(first, Number) for blocks of 0 to count - 1. A block has at most `Most` numbers, and all have about the same number.
+// Call work(first, Number) for blocks of 0 to count - 1. A block has at most `Most` numbers, and all blocks have about the same size.
 template <int Most, typename Work> static void in_blocks(int64_t count, const Work &work) {
   const int64_t blocks = (count + Most - 1) / Most;
   for (int64_t b = 0, first = 0, last; b < blocks; b++, first = last) {
@@ -59,8 +59,8 @@ static void turn(const Attention &job, const float *x, const float *norm, const 
   if (norm && job.norms_last) normalize(y, norm, job.epsilon, job.head_dim, y);
 }
 
-// Round a row to levels, its largest number to `most` or -most, and pad it with zeros to a multiple of 16. Returns the scale: NaN,
-// with levels of 0, if a number is not finite.
+// Round a row to levels, its largest number to `most` or -most, and pad it with zeros to a multiple of 16. Returns the scale. If a number
+// is not finite, the scale is NaN and all levels are 0.
 static float round_levels(const float *x, int64_t size, float most, int16_t *levels) {
   float rounded[MAX_WIDTH];
   const auto part = [&](int64_t i) { return load_some(x + i, least(16, size - i)); };
@@ -73,7 +73,7 @@ static float round_levels(const float *x, int64_t size, float most, int16_t *lev
     store(rounded + i, level);
   }
   const float added = add_lanes(sum);
-  const bool finite = added == added;  // NaN is not; infinity times its inverse, 0, is NaN
+  const bool finite = added == added;  // infinity gives NaN, too: it is multiplied by 0
   for (int64_t i = 0; i < (size + 15) / 16 * 16; i++) levels[i] = finite ? (int16_t)rounded[i] : 0;
   return finite ? m / most : __builtin_nanf("");
 }
@@ -89,7 +89,7 @@ template <typename Cell, typename At> static void write_row(const Attention &job
   }
 }
 
-// For caches of levels, a query is [width] levels of 16 bits, and its scale times that of all scores.
+// For caches of levels, a query is stored as [width] 16-bit levels, followed by its scale times the scale of all scores.
 static void write_query(const Attention &job, const float *x, float *q) {
   if (job.cells == LEVELS) q[job.width / 2] = job.scale * round_levels(x, job.head_dim, MOST, reinterpret_cast<int16_t *>(q));
   else memcpy(q, x, job.head_dim * sizeof(float));
@@ -121,14 +121,14 @@ static void write(const Attention &job, int64_t first_token, int64_t last_token)
   with_cells(job.cells, [&](auto cell) { write_cells<decltype(cell)>(job, first_token, last_token); });
 }
 
-// The keys and values of a chunk's positions by tiles: those of the cache, or copies if a path is part of the tile. Keys are
-// read some tiles at a time, so the last tile may be listed twice.
+// The tiles of keys and values of a chunk's positions: tiles of the cache, or copies if a path is part of the tile. Several tiles of keys
+// are read at a time, so the last tile may be listed twice.
 template <typename Cell> struct Tiles {
   const Cell *keys[TILES], *values[TILES];
-  const Cell *next;  // keys of the next chunk, to fetch in time
+  const Cell *next;  // keys of the next chunk, to be fetched in time
 };
 
-// Copy a slot's row from a tile of keys and one of values to a place in two others.
+// Copy a slot's rows from a tile of keys and a tile of values to a place in two other tiles.
 template <typename Cell>
 static void copy_row(const Cell *keys, const Cell *values, int64_t slot, int64_t width, Cell *key, Cell *value, int64_t place) {
   for (int64_t d = 0; d < width; d++) key[key_at<Cell>(place, d)] = keys[key_at<Cell>(slot, d)];
@@ -164,7 +164,8 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// Cells to fetch while vectors are read, some with each: into the second cache, if queries are few and memory is the limit.
+// Cells to fetch while vectors are read, some with each vector. They go into the second-level cache if there are few queries, so that
+// memory is the limit.
 template <typename Cell> struct Ahead {
   const Cell *from;
   int64_t step;
@@ -174,22 +175,23 @@ template <int Q, typename Cell> static inline void fetch(const Ahead<Cell> &ahea
   else prefetch(ahead.from + vector * ahead.step);
 }
 
-// The part of some tiles that is fetched while `some` of `count` queries, after the `first` ones, read the same number.
+// The part of some tiles that is fetched while `some` of `count` queries, after the `first` ones, read the same number of tiles.
 template <typename Cell>
 static Ahead<Cell> share_of(const Attention &job, const Cell *from, int64_t tiles, int64_t first, int64_t some, int64_t count) {
   const int64_t cells = tiles * tile_of<Cell>(job.width), vectors = tiles * job.width / PAIR<Cell>;
   return {from + cells * first / count, cells * some / (count * vectors)};
 }
 
-// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and the place of its part [2 + width].
+// A query over one chunk. It sees the positions `first` to `seen` - 1 of the chunk; `part` is the memory for its part of the result [2 +
+// width].
 struct Query {
   const float *q;
   int64_t first, seen;
   float *part;
 };
 
-// Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., or the sum of products of
-// levels; then times the scale.
+// Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., or the sum of products of levels;
+// then the score is multiplied by the scale.
 template <int Q, typename Cell>
 static void score_tiles(const Attention &job, const Cell *const *keys, const Query *queries, float *scores, const Ahead<Cell> &ahead) {
   using Factor = typename Kind<Cell>::Factor;
@@ -215,8 +217,8 @@ static void score_tiles(const Attention &job, const Cell *const *keys, const Que
   }
 }
 
-// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, for Q queries and V vectors of values. With
-// levels: the sum of products, times a scale of each query.
+// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, for Q queries and V vectors of values. With levels,
+// out is the sum of products, times a scale of each query.
 template <int Q, int V, typename Cell>
 static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last,
                        const typename Kind<Cell>::Factor *weights, const float *scales, float *const *out, int64_t d,
@@ -258,7 +260,7 @@ static void limit(float *scores, int64_t end, float cap) {
   }
 }
 
-// Set the values outside `first` to `seen` - 1.
+// Set the values outside `first` to `seen` - 1 to `value`.
 static void leave(float *scores, int64_t first, int64_t seen, float value) {
   for (int64_t j = 0; j < first; j++) scores[j] = value;
   for (int64_t j = seen; j < (seen + 15) / 16 * 16; j++) scores[j] = value;
@@ -278,7 +280,7 @@ static void weigh(float *scores, int64_t first, int64_t seen, float *result) {
   result[1] = add_lanes(sum);
 }
 
-// The weights of a query, times the scales of values, as levels, and 0 for further positions. Returns their scale.
+// Round the weights of a query, times the scales of values, to levels. Levels of further positions are 0. Returns the levels' scale.
 static float weigh_levels(const Tiles<int8_t> &tiles, int64_t width, const Query &query, float *weights, int16_t *levels) {
   for (int64_t j = 0; j < query.seen; j += 16)
     store(weights + j, mul(load(weights + j), load(scales_of(tiles.values[j / 16], width))));
@@ -287,7 +289,7 @@ static float weigh_levels(const Tiles<int8_t> &tiles, int64_t width, const Query
   return round_levels(weights, (query.seen + 15) / 16 * 16, MOST, levels);
 }
 
-// Merge a chunk's part [2 + width] into that of the previous chunks.
+// Merge a chunk's part [2 + width] into the part of the previous chunks.
 static void merge(float *part, const float *chunk, int64_t width) {
   const bool grows = chunk[0] > part[0];
   const Floats less = exponential(all(grows ? part[0] - chunk[0] : chunk[0] - part[0])), one = all(1.f);
@@ -300,7 +302,7 @@ static void merge(float *part, const float *chunk, int64_t width) {
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
 }
 
-// Scores, weights and sums of values, of queries with the same tiles.
+// Compute the scores, weights and sums of values of queries with the same tiles.
 template <typename Cell>
 static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Query *queries, int64_t count) {
   constexpr bool levels = PAIR<Cell> > 1;
@@ -332,12 +334,12 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
       shared = (queries[n].seen < shared) != levels ? queries[n].seen : shared;
     const Ahead<Cell> ahead = share_of(job, tiles.next, TILES, i, number.value, count);
     add_all_values<number.value>(tiles, job.width, 0, shared, factors + i * CHUNK, scales + i, out + i, ahead);
-    for (int64_t n = i; !levels && n < i + number.value; n++)  // the positions that not all of them see
+    for (int64_t n = i; !levels && n < i + number.value; n++)  // positions that only some of these queries see
       add_all_values<1>(tiles, job.width, shared, queries[n].seen, factors + n * CHUNK, scales + n, out + n, ahead);
   });
 }
 
-// Tokens of one sequence with the same tiles, over one chunk, for the heads of one KV head.
+// Attention of tokens of one sequence with the same tiles, over one chunk, for the heads of one KV head.
 template <typename Cell>
 static void attend_tokens(const Attention &job, int64_t first, int64_t last, int64_t kv, int64_t chunk) {
   const int64_t group = job.heads / job.kv_heads, start = chunk * CHUNK, stop = (last - first) * group;
@@ -354,7 +356,7 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   float *own[QUERIES];
   for (int64_t i = 0, count = 0; i < stop; i++) {
     const int64_t t = first + i / group, head = kv * group + i % group, seen = job.tokens[t].seen() - start;
-    int64_t from = job.window && seen > job.window ? seen - job.window : 0;  // the window begins there
+    int64_t from = job.window && seen > job.window ? seen - job.window : 0;  // where the window begins
     if (job.hides_first && chunk == 0 && from == 0 && seen > 1) from = 1;
     if (from >= CHUNK && !folds) {
       float *part = job.part(t, head, job.chunks == 1 ? 0 : chunk);
@@ -372,7 +374,8 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   }
 }
 
-// Neighbours whose paths begin after the chunk read its tiles together. If paths are part of it, each token has separate tiles.
+// Neighbouring tokens whose paths begin after the chunk read its tiles together. If paths are part of the chunk, each token has separate
+// tiles.
 template <typename Cell>
 static void attend_cells(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
                          int64_t last_chunk) {

@@ -1,6 +1,6 @@
 // The choice of a token's experts, and the weighted sum of their results.
 
-// The k largest logits of each row, with the weights of these experts instead of log-probabilities.
+// Find the experts with the k largest logits of each row, and their weights.
 static void route(const Routing &job, int64_t first_row, int64_t last_row) {
   top(job.top, first_row, last_row);
   const int64_t k = job.top.k;
@@ -18,7 +18,7 @@ static void route(const Routing &job, int64_t first_row, int64_t last_row) {
   }
 }
 
-// sum = fma(weight, y of the expert, sum), in the order of the experts; then the residual is added.
+// sum = fma(weight, y of the expert, sum), in the order of the experts. The residual is added at the end.
 static void combine(const Combination &job, int64_t first_row, int64_t last_row) {
   for (int64_t row = first_row; row < last_row; row++)
     for (int64_t column = 0; column < job.columns; column += 16) {

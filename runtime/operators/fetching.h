@@ -1,6 +1,7 @@
 // Choose how products of a few rows fetch levels ahead (fetch_ahead in levels.h): a line of the next page for each block, or whole
-// blocks. No bit depends on it. The faster way depends on the processor: whole blocks take 1.3 times as long on a Zen 4, and .6 of
-// the time on a Zen 3. So the first products of a process are timed, with a random choice for each, and the faster way is kept.
+// blocks. Results have the same bits either way. The processor determines the faster way: fetching whole blocks takes 1.3 times as long
+// on a Zen 4, but .6 of the time on a Zen 3. So the first products of a process are timed, with a random choice for each, and then the
+// faster way is used.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -16,10 +17,10 @@ class Fetching {
  public:
   bool whole() const { return whole_; }
 
-  // Call work(whole), which reads `bytes` bytes of levels; with 0 bytes it is not timed.
+  // Call work(whole), which reads `bytes` bytes of levels. With 0 bytes, the call is not timed.
   template <typename Work> void run(int64_t bytes, const Work &work) {
     if (bytes < LEAST || decided_) return work(whole());
-    const bool whole = (count_.fetch_add(1) * 2654435761U >> 31) != 0;  // a hash: passes have equal products at equal places
+    const bool whole = (count_.fetch_add(1) * 2654435761U >> 31) != 0;  // a hash, because the same products recur in each pass
     const auto started = std::chrono::steady_clock::now();
     work(whole);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - started;
@@ -27,8 +28,8 @@ class Fetching {
   }
 
  private:
-  static constexpr int64_t LEAST = 1 << 17;  // bytes; threads take most of the time of less
-  static constexpr uint32_t COLD = 256;      // products while weights may still come from the disk
+  static constexpr int64_t LEAST = 1 << 17;  // bytes; for fewer bytes, threads take most of the time
+  static constexpr uint32_t COLD = 256;      // number of first products, whose weights may still come from the disk
   static constexpr size_t TRIALS = 128;
 
   void add(bool whole, double seconds) {
@@ -49,7 +50,7 @@ class Fetching {
   std::mutex mutex_;
   std::atomic<uint32_t> count_{0};
   std::atomic<bool> whole_{false}, decided_{false};
-  std::vector<double> found_[2];  // seconds for a byte
+  std::vector<double> found_[2];  // seconds per byte, by `whole`
 };
 
 inline Fetching fetching;

@@ -1,6 +1,6 @@
-// Products of 8-bit activations with levels, for instructions that add four products to a sum of 32 bits.
+// Products of 8-bit activations with levels, for instructions that add four products to a 32-bit sum.
 
-// M rows of 8-bit activations times P panels of levels. For each block, or half of one:
+// M rows of 8-bit activations times P panels of levels. For each block or half block:
 //   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
 template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {

@@ -1,10 +1,10 @@
 // Products of 8-bit activations with levels, group by group, if registers cannot hold a block. Without an instruction that adds four
-// products to a sum of 32 bits, vpmaddubsw adds two in 16 bits. Only RUN groups are added up there, so that no sum overflows:
-// 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004. Levels of 8 bits are then multiplied by halves of 4 bits.
+// products to a 32-bit sum, vpmaddubsw adds two products in 16 bits. Only RUN groups are added up in 16 bits, so that no sum overflows:
+// 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004. In that case 8-bit levels are multiplied in two halves of 4 bits.
 
 template <Format format> constexpr int RUN = format == BITS5 ? 4 : format == BITS6 ? 2 : 8;
 
-// The levels of group k; with 8 bits, their low or high halves.
+// The levels of group k; for 8-bit levels, their lower or upper halves.
 template <Format format, int shift> static inline Bytes load_group(const uint8_t *p, int k) {
 #ifdef EESD_DOT
   if (format == BITS8) return load_bytes(p + 64 * k);
@@ -63,7 +63,7 @@ static inline void add_groups(const uint8_t *p, int half, const int8_t *x, int64
 }
 #endif
 
-// M rows of 8-bit activations times a panel of levels. For each block, or half of one:
+// M rows of 8-bit activations times a panel of levels. For each block or half block:
 //   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
 template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {

@@ -1,5 +1,5 @@
-// The kernels for one instruction set, EESD_KERNELS, of which vector_<name>.h has 16 lanes. setup.py compiles this file once for each.
-// EESD_MISSING: the compiler does not support the instruction set, or it is for another machine.
+// The kernels for one instruction set, EESD_KERNELS, for which vector_<name>.h defines 16 lanes. setup.py compiles this file once for
+// each instruction set. EESD_MISSING means that the compiler does not support the instruction set, or that it is for another machine.
 #include "kernels.h"
 
 #define STRING_OF(text) #text

@@ -1,5 +1,5 @@
-// The interface of a kernel file. There is one file for each instruction set. All give the same bits, because the order of each sum
-// does not depend on the number of rows, on threads or on the width of registers (SPECIFICATION.md).
+// The interface of the kernels. There is a set of kernels for each instruction set. All sets give the same bits, because the order of
+// each sum does not depend on the number of rows, on threads or on the width of registers (SPECIFICATION.md).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -13,19 +13,19 @@
 
 namespace eesd {
 
-constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side
+constexpr int64_t PANEL = 16;  // columns of a weight that are stored side by side
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of activations
 constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
-constexpr int64_t MAX_WIDTH = 512;  // of a head
-constexpr int64_t FEW_ROWS = 3;     // so many rows wait for weights; with more, arithmetic takes most of the time
+constexpr int64_t MAX_WIDTH = 512;  // maximum width of a head
+constexpr int64_t FEW_ROWS = 3;     // up to this number of rows, weights are waited for; with more, arithmetic takes longer
 
-// PLANES: levels of 8 bits, whose lower halves follow all panels; UPPER: the same bytes, without the lower halves.
+// PLANES: 8-bit levels, whose lower halves follow after all panels. UPPER: the same bytes, of which the lower halves are not read.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
-enum Scales { NARROW, WIDE, SPLIT };  // float16, float32; or int8, times a float16 for 256 inputs
+enum Scales { NARROW, WIDE, SPLIT };  // float16; float32; int8 times a float16 for 256 inputs
 
-// Offsets in a panel: of a block, and of the factors of its scales.
+// Offsets of a block, and of the factors of its scales, within a panel.
 struct Blocks {
   int64_t bytes, factor_bytes;
   [[gnu::always_inline]] int64_t at(int64_t block) const { return block * bytes + (block / SUPER + 1) * factor_bytes; }
@@ -33,17 +33,17 @@ struct Blocks {
 };
 
 // A weight [inputs, outputs] in panels of 16 columns. With levels, a block of a panel holds 32 inputs, then scales, then minimums.
-// Every 8 blocks with split scales are preceded by their factors of scales, then of minimums.
+// With split scales, each 8 blocks are preceded by the factors of their scales, then those of their minimums.
 struct Matrix {
   const uint8_t *data;
   Format format;
   int64_t inputs, outputs;
   int32_t zero;      // the level that stands for 0; 0 if there are minimums
-  bool fine;         // a scale is for 16 inputs, not 32
+  bool fine;         // whether a scale is for 16 inputs, not 32
   Scales scales;     // type of scales and minimums
   bool minimums;
 
-  // Always inlined: the linker keeps a single copy of a function that is not, perhaps the one in AVX-512.
+  // These functions are always inlined, because the linker keeps one copy of a function that is not: perhaps the copy in AVX-512.
   [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
   [[gnu::always_inline]] bool has_planes() const { return format >= PLANES; }
   [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
@@ -61,7 +61,7 @@ struct Matrix {
     if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
     return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
-  // With two planes, the offset of a panel's lower plane; the size of all bytes.
+  // The offset of a panel's lower plane, if there are two planes; and the size of all bytes.
   [[gnu::always_inline]] int64_t lower_at(int64_t panel) const { return panels() * panel_bytes() + panel * (inputs / BLOCK) * HALF; }
   [[gnu::always_inline]] int64_t bytes() const { return lower_at(has_planes() ? panels() : 0); }
   [[gnu::always_inline]] Blocks blocks() const { return {block_bytes(), factor_bytes()}; }
@@ -82,14 +82,14 @@ static inline float float_of(uint16_t half) {
   return value;
 }
 
-// The float16 nearest to a finite float32, ties to even. Values out of range become the largest or smallest float16.
+// The float16 nearest to a finite float32, ties to even. Values out of range become the largest or the most negative float16.
 static inline uint16_t half_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
   bits &= 0x7fffffff;
   if (bits > 0x477fe000) return sign | 0x7bff;  // more than 65504
-  if (bits < 0x38800000) {                      // less than 2^-14: a multiple of 2^-24, which the sum with 1/2 rounds to
+  if (bits < 0x38800000) {                      // less than 2^-14: adding 1/2 rounds to a multiple of 2^-24
     float size;
     memcpy(&size, &bits, 4);
     size += 0.5f;
@@ -99,7 +99,8 @@ static inline uint16_t half_of(float value) {
   return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
 }
 
-// The activations of some rows in the form that products read. Index 0 of sums and shares is for blocks of 32 inputs, 1 for halves.
+// The activations of some rows, in the form that products read. Index 0 of sums and shares is for blocks of 32 inputs, index 1 for
+// halves.
 struct Activations {
   const float *x;          // [rows, inputs]
   const int8_t *levels;    // [rows, inputs]; null if products use x
@@ -109,7 +110,7 @@ struct Activations {
   bool whole_blocks;       // whether up to FEW_ROWS rows fetch whole blocks of levels ahead (fetching.h)
 };
 
-// Rows to prepare: normalized if there is a norm, then rounded to 8 bits by blocks or summed by blocks, if wanted.
+// Rows to prepare. They are normalized if there is a norm; then, if wanted, they are rounded to 8 bits by blocks, or summed by blocks.
 struct Preparation {
   const float *x, *norm;  // [rows, inputs], [inputs] or null
   float epsilon;
@@ -120,11 +121,11 @@ struct Preparation {
   int32_t *sums[2];
 };
 
-// Activation of a gate g and an up part u side by side: g / (1 + exp(-g)) u; or with the tanh approximation of GELU; or with both
-// limited, as in gpt-oss.
+// Activation of a gate g and an up part u, which are side by side: g / (1 + exp(-g)) u, the same with the tanh approximation of GELU, or
+// with g and u limited, as in gpt-oss.
 enum Gating : int { APART, SILU, GELU, CLAMPED };
 
-// y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up), or gelu.
+// y = x W + bias + residual; for a gate and an up part, silu(x gate) (x up), or the same with gelu.
 struct Product {
   const Matrix *parts;
   int64_t num_parts;
@@ -135,7 +136,7 @@ struct Product {
   int64_t rows, outputs;
 };
 
-// A token of a call: its slot, and the slots that it sees: those before `context`, then those of its path.
+// A token of a call. It has a slot, and sees the slots before `context` and then those of its path.
 struct Token {
   void *cache;
   int64_t position, slot, context;
@@ -144,7 +145,7 @@ struct Token {
   int64_t seen() const { return context + path_length; }
 };
 
-// Types of cache cells: float32, float16, or levels of 8 bits with a scale for each row of a head.
+// Types of cache cells: float32, float16, or 8-bit levels with a scale for each row of a head.
 enum Cells : int { FLOATS, HALVES, LEVELS };
 
 // Call work(cell) with a cell of the caches' type.
@@ -154,8 +155,8 @@ template <typename Work> static inline void with_cells(Cells cells, const Work &
   else work(int8_t());
 }
 
-// A tile holds the cells of 16 slots; levels are followed by the scales of the slots, float32. Keys are [width / p, 16, p], values
-// [16 / p, width, p], where p is 2 for levels, so that two numbers that are multiplied at once are neighbours.
+// A tile holds the cells of 16 slots; levels are followed by the slots' scales in float32. Keys are [width / p, 16, p], values [16 / p,
+// width, p]. For levels p is 2, so that two numbers that are multiplied at once are neighbours; for other cells it is 1.
 template <typename Cell> constexpr int64_t PAIR = sizeof(Cell) == 1 ? 2 : 1;
 template <typename Cell> static inline int64_t tile_of(int64_t width) { return 16 * width + (sizeof(Cell) == 1 ? 64 : 0); }
 template <typename Cell> static inline int64_t key_at(int64_t slot, int64_t d) {
@@ -166,19 +167,19 @@ template <typename Cell> static inline int64_t value_at(int64_t slot, int64_t d,
 }
 template <typename Cell> static inline float *scales_of(Cell *tile, int64_t width) { return (float *)(tile + 16 * width); }
 
-// One layer's attention over caches [layers, 2, kv_heads, slots / 16] of tiles, which hold keys or values of 16 slots.
+// One layer's attention. Caches are [layers, 2, kv_heads, slots / 16] tiles, each of which holds the keys or values of 16 slots.
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
   Cells cells;
   bool hides_first;                                        // whether only the first token of a text sees slot 0
   bool norms_last;                                         // whether heads are normalized after rotation
-  float scale, cap, epsilon;                               // cap: largest score, or 0 for none
-  int64_t window;                                          // places that a token sees, or 0 for all
-  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null
-  const float *sinks;                        // [heads]: one more score, whose value is 0; or null
-  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
-  float *q;                                  // [tokens, heads, width]; for caches of levels see write_query
+  float scale, cap, epsilon;                               // cap: limit of scores; 0 for none
+  int64_t window;                                          // number of positions that a token sees; 0 for all
+  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], or null if heads are not rotated; [head_dim] or null
+  const float *sinks;                        // [heads], a further score of each head, whose value is 0; or null
+  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without queries if heads is 0
+  float *q;                                  // [tokens, heads, width]; in another form for caches of levels, see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
   float *y;                                  // [tokens, heads head_dim]
@@ -200,13 +201,13 @@ struct TopK {
   float *logprobs;  // [rows, k]
 };
 
-// The experts with the largest logits of each row, with weights instead of log-probabilities.
+// The experts with the largest logits of each row, and their weights.
 struct Routing {
   TopK top;
   bool normed;  // whether the weights are divided by their sum
 };
 
-// The results of a token's experts, times their weights, added up in ascending order of the experts.
+// The sum of the results of a token's experts times their weights, in ascending order of the experts.
 struct Combination {
   const float *experts;     // [rows used, columns]
   const float *weights;     // [rows, used]
@@ -221,9 +222,9 @@ struct Kernels {
   bool (*supported)();
   void (*prepare)(const Preparation &, int64_t first_row, int64_t last_row);
   void (*multiply)(const Product &, int64_t first_panel, int64_t last_panel);
-  void (*write)(const Attention &, int64_t first_token, int64_t last_token);  // rotate queries and keys, write the cache
+  void (*write)(const Attention &, int64_t first_token, int64_t last_token);  // rotates queries and keys, and writes the cache
   void (*attend)(const Attention &, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk, int64_t last_chunk);
-  void (*finish)(const Attention &, int64_t first_token, int64_t last_token);  // from the parts of all chunks to y
+  void (*finish)(const Attention &, int64_t first_token, int64_t last_token);  // computes y from the parts of all chunks
   void (*top)(const TopK &, int64_t first_row, int64_t last_row);
   void (*route)(const Routing &, int64_t first_row, int64_t last_row);
   void (*combine)(const Combination &, int64_t first_row, int64_t last_row);

@@ -1,15 +1,15 @@
-// Reading the levels, scales and minimums of a panel.
+// Read the levels, scales and minimums of a panel.
 
-constexpr int64_t PAGE = 1 << 12;  // bytes; the processor's own fetching ends at a page
+constexpr int64_t PAGE = 1 << 12;  // bytes; a processor's automatic fetching ends at the end of a page
 template <Format format> constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
 
-// The lower plane of a block. In `at`, a panel's lower plane is two places after its upper plane.
+// The lower plane of a block. In `panel`, the lower plane is two places after the upper plane.
 template <Format format> static inline const uint8_t *lower_plane(const uint8_t *const *panel, int64_t block) {
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Fetch levels ahead: whole blocks; or, for a few rows, a line of the next page for each block, after which some processors fetch
-// the page by themselves (fetching.h).
+// Fetch levels ahead: whole blocks or, for a few rows, a line of the next page for each block, after which some processors fetch that
+// page by themselves (fetching.h).
 template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
   const bool whole = rows > FEW_ROWS || a.whole_blocks;
   if (!whole) {
@@ -22,7 +22,7 @@ template <Format format, int rows> static inline void fetch_ahead(const Activati
   for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_second(lower + AHEAD + i);
 }
 
-// The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
+// Load the levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
 template <Format format> static inline void load_levels(const uint8_t *p, const uint8_t *lower, Bytes levels[8]) {
   if (format == BITS8) {
     for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
@@ -40,10 +40,11 @@ template <Format format> static inline void load_levels(const uint8_t *p, const 
       levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
 }
 
-// Convert upper halves h, or a sum of `count` of them, to levels minus the level of 0. Each h stands for 16 h + 7.5. Exact.
+// Convert an upper half h, or a sum of `count` of them, to levels minus the level of 0. Each h stands for 16 h + 7.5. The result is
+// exact.
 static inline Floats from_upper(const Matrix &w, Floats h, float count) { return fma(h, all(16.f), all((7.5f - (float)w.zero) * count)); }
 
-// Sixteen of the scales or minimums that follow a block's levels; `factors` are for split ones.
+// Load sixteen of the scales or minimums that follow a block's levels. `factors` are those of split scales.
 static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
   if (w.scales == SPLIT) return mul(load_int8((const int8_t *)p + index * PANEL), load_float16((const uint16_t *)factors));
   return w.scales == WIDE ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);

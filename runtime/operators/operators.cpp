@@ -11,9 +11,9 @@
 namespace eesd {
 namespace {
 
-constexpr int64_t FEW = 8;          // rows that one thread prepares faster than several
-constexpr int64_t MANY = 64;        // rows that take so long that threads should not wait for each other
-constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
+constexpr int64_t FEW = 8;          // up to this number of rows, one thread prepares them faster than several
+constexpr int64_t MANY = 64;        // from this number of rows on, threads should not wait for each other
+constexpr int64_t LIMIT = 1 << 28;  // upper limit of sizes, beyond those of any model
 
 // Settings of the nodes of new sessions; see eesd_configure.
 struct Settings {
@@ -30,9 +30,9 @@ int64_t positive(const Node &node, const char *name) {
   return value;
 }
 
-// A packed weight. The attribute `matrices` describes each by 7 numbers: the members of Matrix after its data, in order.
+// A packed weight. The attribute `matrices` describes each matrix by 7 numbers: the members of Matrix after `data`, in order.
 struct Weights : std::vector<Matrix> {
-  std::vector<Pages> pages;  // kept as long as they are read
+  std::vector<Pages> pages;  // keeps the pages alive that the matrices read
 };
 Weights read_matrices(const Node &node, size_t first_input) {
   const std::vector<int64_t> numbers = node.integers("matrices");
@@ -57,7 +57,7 @@ Weights read_matrices(const Node &node, size_t first_input) {
   return matrices;
 }
 
-// One value of a weight. A row of an embedding table is a column here.
+// A value of a weight. The rows of an embedding table are the columns of the weight.
 float weight_at(const Matrix &w, int64_t k, int64_t column) {
   const uint8_t *panel = w.data + column / PANEL * w.panel_bytes();
   const int64_t c = column % PANEL;
@@ -142,7 +142,7 @@ class Ready {
                   [&](int64_t first, int64_t last) { settings_.kernels->prepare(job_, first, last); });
   }
 
-  // The activations for products, from a row on.
+  // The activations for products, from row `row` on.
   Activations from(int64_t row) const {
     const int64_t value = row * inputs_, block = levels_ ? value / BLOCK : 0;
     return {(job_.norm ? job_.normed : job_.x) + value, int8_ ? job_.levels + value : nullptr, job_.scales + block,
@@ -210,8 +210,8 @@ class Multiply {
 };
 
 // x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], gate, up
-// and down of each expert -> y [T, H]: the sum of the results of the experts with the k largest logits, times their weights. Weights
-// of experts that no token uses are not read.
+// and down of each expert -> y [T, H]: the results of the experts with the k largest logits, times their weights, added up. Weights of
+// experts that no token uses are not read.
 class Mixture {
  public:
   static constexpr const char *name = "Mixture";
@@ -266,8 +266,8 @@ class Mixture {
   }
 
  private:
-  // Order the rows of products by expert, and the rows and weights of each token in the same order. Returns the begin of each
-  // expert's rows, and the end.
+  // Order the rows of products by expert, and the rows and weights of each token in the same order. Returns the index at which each
+  // expert's rows begin, and the end.
   std::vector<int64_t> sort(int64_t tokens, const int64_t *found, const float *weights, int64_t *rows, float *ordered) const {
     std::vector<int64_t> starts(static_cast<size_t>(experts_) + 1), order(static_cast<size_t>(used_));
     for (int64_t i = 0; i < tokens * used_; i++) starts[static_cast<size_t>(found[i]) + 1]++;
@@ -286,7 +286,7 @@ class Mixture {
     return starts;
   }
 
-  // A weight of each expert, or with gating two weights, times the expert's rows.
+  // Multiply a weight of each expert, or two weights with gating, by the expert's rows.
   void multiply(const Call &call, const Ready &ready, const std::vector<int64_t> &starts, size_t part, Gating gating, int64_t columns,
                 float *y) const {
     std::vector<Product> jobs;
@@ -320,7 +320,8 @@ class Mixture {
 };
 
 // qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0],
-// sinks [H] or [0] -> y [T, H D]. A row of tokens: address of the cache, position, slot, context, length of the path.
+// sinks [H] or [0] -> y [T, H D]. A row of tokens has the address of the cache, the position, the slot, the context, and the length of
+// the path.
 class Attend {
  public:
   static constexpr const char *name = "Attention";
@@ -365,7 +366,7 @@ class Attend {
     for (const Token &token : tokens) longest = token.seen() > longest ? token.seen() : longest;
     const std::vector<int64_t> groups = group(tokens);
     const int64_t num_groups = static_cast<int64_t>(groups.size()) - 1, chunks = (longest + CHUNK - 1) / CHUNK;
-    // With enough groups of tokens, a unit of work covers all chunks of a group; if not, units share the chunks.
+    // If there are enough groups of tokens, a unit of work covers all chunks of a group; if not, the chunks are divided among units.
     const bool split = num_groups * job.kv_heads < 4 * settings_.threads;
     job.chunks = split ? chunks : 1;
     const int64_t q_size = count * job.heads * job.width, part_size = count * job.heads * job.chunks * (2 + job.width);
@@ -377,7 +378,7 @@ class Attend {
     const int64_t shares = split ? chunks : 1, units = num_groups * job.kv_heads * shares;
     call.parallel(units, units, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
-        const int64_t unit = split ? i : units - 1 - i;  // later tokens see more, so they come first
+        const int64_t unit = split ? i : units - 1 - i;  // later tokens first, because they see more slots
         const int64_t share = unit % shares, kv = unit / shares % job.kv_heads, g = unit / shares / job.kv_heads;
         const int64_t first_chunk = split ? share : 0, last_chunk = split ? share + 1 : chunks;
         settings_.kernels->attend(job, groups[static_cast<size_t>(g)], groups[static_cast<size_t>(g + 1)], kv, first_chunk, last_chunk);
@@ -388,7 +389,7 @@ class Attend {
   }
 
  private:
-  // Every number is checked, because it becomes an address.
+  // Check every number, because it becomes an address.
   std::vector<Token> read_tokens(const Tensor &rows, const Tensor &paths) const {
     check(rows.type == ort::INT64 && rows.shape.size() == 2 && rows.shape[1] == 5, "tokens are [T, 5] int64");
     check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == rows.shape[0], "paths are [T, P] int32");
@@ -409,7 +410,7 @@ class Attend {
     return tokens;
   }
 
-  // The begin of each group of consecutive tokens of one cache, and the end. A group's keys are read once.
+  // The index at which each group of consecutive tokens of one cache begins, and the end. A group's keys are read once.
   std::vector<int64_t> group(const std::vector<Token> &tokens) const {
     std::vector<int64_t> starts;
     const int64_t most = tokens.size() > 64 ? 16 : 64;
@@ -425,8 +426,8 @@ class Attend {
   Attention job_ = {};
 };
 
-// States in the caches [layers, 2, kv_heads, slots, width], whose keys are in tiles [slots / 16, width, 16], from a layer on. The
-// numbers of a state fill the keys of all heads, then the values, then those of the next layer.
+// States in the caches [layers, 2, kv_heads, slots, width] from a layer on. Keys are in tiles [slots / 16, width, 16]. The numbers of a
+// state fill the keys of all heads, then the values, then the keys and values of the next layer.
 class DeepCache {
  public:
   explicit DeepCache(const Node &node)
@@ -439,7 +440,7 @@ class DeepCache {
 
   int64_t size() const { return size_; }
 
-  // The number of tokens. All their numbers are checked, because they become addresses.
+  // The number of tokens, after a check of all their numbers, because these become addresses.
   int64_t checked(const Tensor &tokens) const {
     check(tokens.type == ort::INT64 && tokens.shape.size() == 2 && tokens.shape[1] == 5, "tokens are [T, 5] int64");
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
@@ -450,7 +451,7 @@ class DeepCache {
     return tokens.shape[0];
   }
 
-  // The slot of a token's ancestor at this distance along its path; -1 if there is none.
+  // The slot of a token's ancestor at this distance along its path; -1 if there is no such ancestor.
   int64_t ancestor(const int64_t *row, const int32_t *path, int64_t distance) const {
     const int64_t place = row[3] + row[4] - 1 - distance;
     if (place < 0) return -1;
@@ -459,7 +460,7 @@ class DeepCache {
     return slot;
   }
 
-  // ancestor() for the distances from 1 to `most`, of each token in order.
+  // The results of ancestor() for each token in order, and for the distances from 1 to `most`.
   std::vector<int64_t> ancestors(const Tensor &tokens, const Tensor &paths, int64_t most) const {
     check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == tokens.shape[0], "paths are [T, P] int32");
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
@@ -474,7 +475,7 @@ class DeepCache {
 
   void checked_slot(int64_t slot) const { check(slot >= 0 && slot < slots_, "a slot is not in the cache"); }
 
-  // work(number of the token, its cache, its slot) for each token in order.
+  // Call work(number of the token, its cache, its slot) for each token in order.
   template <typename Work> void each(const Tensor &tokens, const Work &work) const {
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
     for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) work(t, reinterpret_cast<void *>(row[0]), row[2]);
@@ -489,7 +490,7 @@ class DeepCache {
         uint32_t bits;
         const float exact = most / 127 + sum;  // NaN if a number is not finite
         memcpy(&bits, &exact, 4);
-        bits &= ~255u;  // makes 127 times the scale exact, so that a carried state keeps its levels and scale
+        bits &= ~255u;  // then 127 times the scale is exact, so that a carried state keeps its levels and scale
         memcpy(scale, &bits, 4);
       }
       for (int64_t d = 0; d < count; d++) {
@@ -511,12 +512,12 @@ class DeepCache {
   }
 
  private:
-  // work(i, count, scale or null, cell) for the rows of a slot's state: cell(d) holds number i + d, for d from 0 to count - 1.
+  // Call work(i, count, scale or null, cell) for the rows of a slot's state: cell(d) holds number i + d, for d from 0 to count - 1.
   template <typename Work> void rows(void *cache, int64_t slot, const Work &work) const {
     const int64_t width = (head_dim_ + 15) / 16 * 16;
     with_cells(cells_, [&](auto of) {
       using Cell = decltype(of);
-      for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++, i += head_dim_) {  // h: of keys or of values, of all layers
+      for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++, i += head_dim_) {  // h: of keys or of values, over all layers
         const bool is_key = h / kv_heads_ % 2 == 0;
         Cell *tile = static_cast<Cell *>(cache) + (h * slots_ + slot) / 16 * tile_of<Cell>(width);
         work(i, std::min(head_dim_, size_ - i), sizeof of == 1 ? scales_of(tile, width) + slot % 16 : nullptr,
@@ -529,7 +530,7 @@ class DeepCache {
   const Cells cells_ = settings.cells;
 };
 
-// states [T, size], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
+// states [T, size], tokens [T, 5] int64 -> [T, 0]. Each state is written into the slot of its token.
 class WriteState {
  public:
   static constexpr const char *name = "WriteState";
@@ -548,8 +549,8 @@ class WriteState {
   DeepCache cache_;
 };
 
-// tokens [T, 5] int64 -> states [T, size]: the state in the slot before each token, zeros before the first slot. It is copied into
-// the token's own slot, so tokens in consecutive slots, of this call or the next, get the state before the first token.
+// tokens [T, 5] int64 -> states [T, size]: the state in the slot before each token, or zeros if there is no slot before it. It is copied
+// into the slot of the token, so tokens in consecutive slots, of this call or the next, all get the state before the first token.
 class CarryState {
  public:
   static constexpr const char *name = "CarryState";
@@ -572,8 +573,8 @@ class CarryState {
   DeepCache cache_;
 };
 
-// tokens [T, 5] int64, paths [T, P] int32, and inputs that must be computed first -> states [T, size]: the states of the tokens'
-// parents, zeros for the first token of a text.
+// tokens [T, 5] int64, paths [T, P] int32, and inputs that must be computed first -> states [T, size]: the states of the tokens' parents,
+// or zeros for the first token of a text.
 class ParentState {
  public:
   static constexpr const char *name = "ParentState";
@@ -624,7 +625,7 @@ class Convolve {
         cache_.put(states + t * size, cache_of(t), rows[t * 5 + 2]);
       }
     });
-    call.parallel(count, parts, [&](int64_t first, int64_t last) {  // after all states are written
+    call.parallel(count, parts, [&](int64_t first, int64_t last) {  // only after all states have been written
       std::vector<float> found(static_cast<size_t>(size));
       for (int64_t t = first; t < last; t++) {
         float *sum = y + t * size;
@@ -643,7 +644,7 @@ class Convolve {
   }
 
  private:
-  // Add the state of the ancestor at this distance, times its weights.
+  // Add the state of the ancestor at this distance, times the weights of the distance.
   void add(const float *state, int64_t distance, float *sum) const {
     for (int64_t i = 0; i < cache_.size(); i++) sum[i] += weights_[(i + 1) * taps_ - 1 - distance] * state[i];
   }
@@ -654,7 +655,7 @@ class Convolve {
   const float *weights_;
 };
 
-// logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids, columns are returned.
+// logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without `ids`, columns are returned in their place.
 class Choose {
  public:
   static constexpr const char *name = "TopK";
@@ -687,7 +688,7 @@ ort::Status *status_of(const std::string &why) {
   return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
 }
 
-// Do some work. Returns an exception as a status.
+// Do some work. An exception is returned as a status.
 template <typename Work> ort::Status *guarded(const Work &work) {
   try {
     work();
@@ -699,7 +700,7 @@ template <typename Work> ort::Status *guarded(const Work &work) {
   }
 }
 
-// An operator for ONNX Runtime. All inputs of a node are one variadic input, so that types may differ.
+// An operator for ONNX Runtime. A node's inputs form a single variadic input, so that their types may differ.
 template <typename Operator> const ort::CustomOp *custom_op() {
   static ort::CustomOp op = [] {
     ort::CustomOp own = {};
@@ -729,7 +730,7 @@ template <typename Operator> const ort::CustomOp *custom_op() {
 
 const Kernels *const all_kernels[] = {&avx512_kernels, &avx2vnni_kernels, &avx2_kernels, &i8mm_kernels, &neon_kernels, &scalar_kernels};
 
-// The kernels with this name, or the fastest if it is empty; null if this processor does not support them.
+// The kernels with this name, or the fastest kernels if it is empty; null if this processor does not support them.
 const Kernels *find_kernels(const char *name) {
   for (const Kernels *one : all_kernels)
     if (one->supported() && (!*name || !strcmp(name, one->name))) return one;
@@ -741,8 +742,8 @@ const Kernels *find_kernels(const char *name) {
 
 extern "C" {
 
-// Set the nodes of sessions that are made from now on: the kernels (a name, or "" for the fastest), the threads of the session,
-// whether activations are rounded to 8 bits for weights that are levels, and the number of Cells. Files of weights of at most
+// Configure the nodes of sessions that are made from now on: the kernels (a name, or "" for the fastest), the threads of the session,
+// whether activations are rounded to 8 bits for products with levels, and the Cells of caches as a number. Files of weights of at most
 // `most_copied` bytes are copied to large pages. Returns the kernels' name; null if this processor does not support them.
 EESD_EXPORT const char *eesd_configure(const char *name, int64_t threads, int int8, int cells, int64_t most_copied) {
   const eesd::Kernels *found = eesd::find_kernels(name);
@@ -752,7 +753,7 @@ EESD_EXPORT const char *eesd_configure(const char *name, int64_t threads, int in
 
 EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::ApiBase *base) {
   eesd::table = base->get_table(ort::VERSION);
-  if (!eesd::table) return nullptr;  // an older ONNX Runtime, which then lacks the operators
+  if (!eesd::table) return nullptr;  // with an older ONNX Runtime, there are no operators
   if (!eesd::settings.kernels) return eesd::status_of("eesd_configure has chosen no kernels");
   static ort::Domain *domain = [] {  // shared by all sessions
     ort::Domain *made = nullptr;

@@ -1,5 +1,5 @@
 // The part of ONNX Runtime's C interface that these operators use, because the wheels have no headers. The interface is a table of
-// functions that only grows, so functions keep their places (onnxruntime_c_api.h, interface version 18 and later).
+// functions that only grows, so each function keeps its place (onnxruntime_c_api.h, interface version 18 and later).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ struct Table {
   void *function[275];
 };
 
-// The function at a place of the table.
+// Call the function at a place of the table.
 template <int place, typename... Arguments> Status *call(const Table *table, Arguments... arguments) {
   return reinterpret_cast<Status *(*)(Arguments...)>(table->function[place])(arguments...);
 }
@@ -36,7 +36,7 @@ struct ApiBase {
   const char *(*version)();
 };
 
-// OrtCustomOp. A session reads only the members that `version` has.
+// OrtCustomOp. A session reads only the members that exist in `version`.
 struct CustomOp {
   uint32_t version;
   void *(*create)(const CustomOp *, const Table *, const Info *);

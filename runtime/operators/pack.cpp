@@ -1,5 +1,5 @@
-// Packs stored weights into panels, some panels on each thread. A weight is read twice, because its
-// values decide its form.
+// Pack stored weights into panels, some panels on each thread. A weight is read twice, because its
+// values determine its format.
 #include "stored.h"
 
 #include <atomic>
@@ -10,7 +10,7 @@
 namespace eesd {
 namespace {
 
-constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
+constexpr int64_t LIMIT = 1 << 28;  // upper limit of sizes, beyond those of any model
 constexpr int64_t TOGETHER = 4;     // panels whose values share the lines of a processor's cache
 
 const char *check_array_levels(const Source &s) {
@@ -35,7 +35,7 @@ const char *check(const Source &s) {
   return s.type <= UINT8 ? check_array_levels(s) : check_blocks(s);
 }
 
-// work(unit) for all units, on some threads. It must not throw.
+// Call work(unit) for all units, on some threads. `work` must not throw.
 template <typename Work>
 void each_unit(const Matrix &matrix, int64_t threads, const Work &work) {
   const int64_t panels = matrix.panels(), parts = (panels + TOGETHER - 1) / TOGETHER;
@@ -50,7 +50,7 @@ void each_unit(const Matrix &matrix, int64_t threads, const Work &work) {
   std::vector<std::thread> others;
   try {
     for (int64_t i = 1; i < std::min(threads, parts); i++) others.emplace_back(run);
-  } catch (...) {  // fewer threads will do
+  } catch (...) {  // go on with fewer threads
   }
   run();
   for (std::thread &other : others) other.join();
@@ -78,13 +78,14 @@ bool are_levels(int bits, Format format) {
 
 bool is_float16(float value) { return float_of(half_of(value)) == value; }
 
-// Integers and a float16 whose products are these values, if the largest is `most` times the float16.
+// Find integers and a float16 whose products are these values, where the largest value is `most`
+// times the float16. Returns false if there are none.
 bool split_by(const float *values, int64_t count, float largest, int most, int8_t *integers,
               uint16_t &factor) {
   const float exact = largest / static_cast<float>(most);
   uint32_t bits;
   memcpy(&bits, &exact, 4);
-  // A product with a normal float16 has that float16 as its quotient. Most candidates fail here.
+  // If the float16 is normal, it equals this quotient exactly. Most candidates fail here.
   if (std::fabs(exact) >= 65520 || (std::fabs(exact) >= 0x1p-14f && (bits & 0x1fff))) return false;
   factor = half_of(exact);
   const float rounded = float_of(factor);
@@ -96,8 +97,8 @@ bool split_by(const float *values, int64_t count, float largest, int most, int8_
   return true;
 }
 
-// Integers and a float16 whose products are these values. The largest value is some integer times
-// the float16; the integers that files use are tried first.
+// Find integers and a float16 whose products are these values. Returns false if there are none. The
+// largest value is some integer times the float16; the integers that files use are tried first.
 bool split(const float *values, int64_t count, int8_t *integers, uint16_t &factor) {
   float largest = 0;
   for (int64_t i = 0; i < count; i++)
@@ -114,8 +115,8 @@ bool split(const float *values, int64_t count, int8_t *integers, uint16_t &facto
 // Facts about a weight's values, while threads read them.
 struct Facts {
   std::atomic<int> least{32767}, most{-32768};
-  std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are finite; float16
-  std::atomic<bool> products;                    // whether all can be split
+  std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are finite; are float16
+  std::atomic<bool> products;                    // whether all scales and minimums can be split
 
   void see(Range levels) {
     for (int old = least; levels.least < old && !least.compare_exchange_weak(old, levels.least);)
@@ -136,7 +137,7 @@ struct Facts {
 
 bool can_have_planes(const Matrix &m) { return m.format == BITS8 && !m.fine && !m.minimums; }
 
-// Whether no possible level of a type can still change the format.
+// Whether no level that the type allows can change the format any more.
 bool is_widest(Range seen, Range possible) {
   Matrix now = {}, last = {};
   find_format(seen, now);
@@ -166,7 +167,7 @@ void look_at(const Source &source, const Matrix &matrix, const Unit &unit, Facts
   facts.see(range_of(levels, unit));
 }
 
-// 4 bits of each level of a block, from a given bit on.
+// Pack 4 bits of each level of a block, from a given bit on.
 void pack_low_bits(const uint8_t (&groups)[8][64], int first_bit, uint8_t *to) {
   for (int g = 0; g < 4; g++)
     for (int j = 0; j < 64; j++) {
@@ -175,7 +176,7 @@ void pack_low_bits(const uint8_t (&groups)[8][64], int first_bit, uint8_t *to) {
     }
 }
 
-// The levels of a block in a format; for two planes, the upper plane.
+// Pack the levels of a block in a format; for two planes, pack the upper plane.
 void pack_bits(const uint8_t (&groups)[8][64], Format format, uint8_t *to) {
   if (format == BITS8) {
     memcpy(to, groups, sizeof groups);
@@ -224,7 +225,8 @@ void store(uint8_t *to, int64_t index, Value value) {
   memcpy(to + index * static_cast<int64_t>(sizeof value), &value, sizeof value);
 }
 
-// Pack the scales of a unit, or its minimums, which follow. Returns false if they are of another kind.
+// Pack the scales of a unit, or its minimums, which follow the scales. Returns false if they are of
+// another kind than the matrix has.
 bool pack_shared(const float (&values)[PANEL][MOST_SHARED], const Matrix &matrix, const Unit &unit,
                  bool behind, uint8_t *to) {
   const int64_t halves = matrix.fine ? 2 : 1, rows = unit.count / BLOCK * halves;
@@ -269,7 +271,8 @@ void pack_floats(const Source &source, const Matrix &matrix, const Unit &unit, u
                     [&](int64_t c, int64_t k, Value value) { store(start, k * PANEL + c, value); });
 }
 
-// The properties of a weight's panels that follow from its type and arrays. Its values decide the rest.
+// The properties of a weight's panels that follow from its type and arrays. The weight's values
+// determine the others.
 Matrix described(const Source &source) {
   Matrix matrix = {
       nullptr, static_cast<Format>(source.type), source.inputs, source.outputs, 0, false, NARROW,

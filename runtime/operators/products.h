@@ -1,8 +1,8 @@
-// Products of a few rows with panels of a weight: every (row, column) has a separate sum, over the inputs in order.
+// Products of a few rows with panels of a weight. Every (row, column) has a separate sum, over the inputs in order.
 
-constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels are read
-constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
-constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same for levels
+constexpr int64_t ROW_BYTES = 1 << 17;    // bytes of activations that stay in the cache while panels are read
+constexpr int ONE_STREAM = 5;              // up to this number of rows, a thread reads 16-bit weights of one panel at a time
+constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same number for levels
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -32,7 +32,7 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
     for (int i = 0; i < P; i++) store(out + (m * 2 + i) * PANEL, sum[m][i]);
 }
 
-// M rows of float32 activations times a panel of levels. For each block, or half of one, with sums of the even and the odd inputs:
+// M rows of float32 activations times a panel of levels. For each block or half block, with sums of the even and of the odd inputs:
 //   sum = fma(even + odd, scale, sum), then fma(minimum, share, sum)
 template <Format format, bool fine, int M>
 static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
@@ -71,7 +71,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-// P panels of one kind of levels times M rows. Planes have a scale for 32 inputs, and no minimums.
+// P panels with levels of the same kind times M rows. Planes have a scale for 32 inputs, and no minimums.
 template <Format format, int P, int M>
 static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr bool any = format < PLANES;
@@ -99,7 +99,7 @@ static void multiply_two(const uint8_t *const panels[2], int count, const float 
   for (int i = 0; i < count; i++) multiply_floats<format, 1, M>(panels + i, x, inputs, out + i * PANEL);
 }
 
-// M rows, from `row` on, times one panel or two; out [M, 2, 16].
+// M rows, from `row` on, times one or two panels. The result is out [M, 2, 16].
 template <int M>
 static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int count, const Activations &a, int64_t row,
                           float *out) {
@@ -118,7 +118,7 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
 
-// Write rows of a panel's results to their places. The bias of a gate is already added.
+// Write rows of a panel's results to their places. With gating, the bias has already been added.
 static void put(const Product &job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float *out) {
   for (int m = 0; m < rows; m++) {
     const int64_t at = (row + m) * job.outputs + column;
@@ -139,7 +139,7 @@ static inline Floats activated(Floats g, Gating gating) {
   return div(g, add(all(1.f), exponential(sub(all(0), a))));
 }
 
-// Replace the gate, which is beside its up part, by silu(gate) up.
+// Replace the gate, next to which is its up part, by silu(gate) up, or the same with another activation.
 static void gate(const Product &job, int64_t rows, int64_t column, int64_t columns, float *out) {
   for (int m = 0; m < rows; m++, out += 2 * PANEL) {
     Floats g = load(out), u = load(out + PANEL);
@@ -148,7 +148,7 @@ static void gate(const Product &job, int64_t rows, int64_t column, int64_t colum
       u = add(u, load_some(job.bias + job.outputs + column, columns));
     }
     if (job.gating == CLAMPED) {
-      g = sub(all(0), larger(all(-CLAMP), sub(all(0), g)));  // NaN, as the second of two, stays
+      g = sub(all(0), larger(all(-CLAMP), sub(all(0), g)));  // NaN stays, because it is the second argument
       u = sub(all(0), larger(all(-CLAMP), sub(all(0), larger(all(-CLAMP), u))));
       u = add(u, all(1.f));
     }
@@ -156,7 +156,7 @@ static void gate(const Product &job, int64_t rows, int64_t column, int64_t colum
   }
 }
 
-// A panel, or two side by side, for all rows of a block.
+// Multiply a panel, or two panels side by side, by all rows of a block.
 static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
   float out[EESD_ROWS * 2 * PANEL];
@@ -171,7 +171,7 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
   }
 }
 
-// Panels are numbered through all parts; for a gate and an up part, panel j means both.
+// Panels are numbered consecutively over all parts. With gating, panel j is that of the gate and that of the up part.
 static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
   const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_ROWS * EESD_ROWS;
   const int64_t row_block = fitting < 48 ? 48 : fitting;

@@ -1,4 +1,4 @@
-// Activations: root mean square norm, rounding to 8 bits, and the functions of a row that other kernels need.
+// Activations: root mean square norm, rounding to 8 bits, and functions of a row that other kernels need.
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -6,7 +6,7 @@ template <int N> struct Number {
   static constexpr int value = N;
 };
 
-// work(Number<count>) for a count from 1 to Most.
+// Call work(Number<count>) for a count from 1 to Most.
 template <int Most, typename Work> static void with_number(int64_t count, const Work &work) {
   if constexpr (Most > 1) {
     if (count < Most) return with_number<Most - 1>(count, work);
@@ -30,7 +30,7 @@ static inline void store_some(float *p, int64_t count, Floats values) {
   for (int64_t i = 0; i < count; i++) p[i] = lane[i];
 }
 
-// e^a, with an error of about 1 ulp, for a from -87 to 88; outside of this range, that of the nearer end (Cephes, expf).
+// e^a, with an error of about 1 ulp, for `a` from -87 to 88; outside this range, the value at the nearer end (Cephes, expf).
 static inline Floats exponential(Floats a) {
   a = smaller(larger(a, all(-87.f)), all(88.f));
   const Floats whole = nearest(mul(a, all(1.44269504f)));
@@ -56,7 +56,7 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
     store_some(y + i, least(16, size - i), mul(mul(part(x, i), all(factor)), part(weight, i)));
 }
 
-// Round blocks of 32 values of one row to 8 bits: the largest becomes level 127 or -127. If it is so small that 127 divided by it
+// Round blocks of 32 values of one row to 8 bits: the largest value becomes level 127 or -127. If it is so small that 127 divided by it
 // could be infinite, all levels are 0. If a value is not finite, the scale is NaN, and so are all products of the row.
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
@@ -67,7 +67,7 @@ static inline void round_row(const Preparation &job, const float *x, int64_t row
     const int64_t at = row * blocks + b;
     Floats levels[2] = {nearest(mul(half[0], all(inverse))), nearest(mul(half[1], all(inverse)))};
     float added[2] = {add_lanes(levels[0]), add_lanes(levels[1])};
-    const bool finite = added[0] + added[1] == added[0] + added[1];  // NaN is not; infinity times its inverse, 0, is NaN
+    const bool finite = added[0] + added[1] == added[0] + added[1];  // infinity gives NaN, too: it is multiplied by 0
     const float scale = finite ? largest / 127.f : __builtin_nanf("");
     if (!finite) levels[0] = levels[1] = all(0), added[0] = added[1] = 0;
     int32_t sums[2];

@@ -1,4 +1,4 @@
-// ONNX Runtime for the operators: nodes when a session is made, calls, and errors as status values.
+// Access to ONNX Runtime for the operators: nodes while a session is made, calls, and errors as status values.
 #pragma once
 #include "kernels.h"
 #include "ort_abi.h"
@@ -83,7 +83,7 @@ class Node {
     check(!wrong && is_constant && value, "a weight must be a constant");
     return read(value);
   }
-  // A constant of `count` floats; null if it is empty.
+  // A constant input of `count` floats; null if it is empty.
   const float *floats(size_t input, int64_t count, const char *why) const {
     const Tensor tensor = constant(input);
     check(tensor.type == ort::FLOAT && (tensor.size() == count || tensor.size() == 0), why);
@@ -113,8 +113,8 @@ class Call {
     check(!wrong, "an output cannot be allocated");
     return static_cast<T *>(data);
   }
-  // Call work(first, last) for at most `parts` parts of 0 to count - 1, on the session's threads. Parts may run at once or one
-  // after another, and must not wait for each other.
+  // Divide 0 to count - 1 into at most `parts` parts, and call work(first, last) for each, on the session's threads. Parts may run at
+  // once or one after another, and must not wait for each other.
   template <typename Work> void parallel(int64_t count, int64_t parts, const Work &work) const {
     parts = parts < count ? parts : count;
     if (parts <= 1) {
@@ -140,7 +140,7 @@ class Call {
   ort::Context *context_;
 };
 
-// Memory for intermediate results of the thread that runs a node, kept for the next call.
+// Memory for intermediate results of the thread that runs a node. It is kept for the next call.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {

@@ -1,5 +1,5 @@
-// Reading stored weights: levels, scales and minimums of 16 columns, from arrays or from the blocks
-// of GGUF files (ggml-common.h).
+// Read stored weights: levels, scales and minimums of 16 columns, from arrays or from the blocks of
+// GGUF files (ggml-common.h).
 #pragma once
 #include <algorithm>
 
@@ -7,12 +7,13 @@
 
 namespace eesd {
 
-// Types of stored weights. The first three are those of Format, the last ten are blocks of GGUF
-// files. export/cpu/panels.py has them in the same order.
+// Types of stored weights. The first three are those of Format, and the last ten are blocks of GGUF
+// files. export/cpu/panels.py lists them in the same order.
 enum Stored : int64_t { FLOATS32, FLOATS16, BFLOATS16, INT8, UINT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
                         Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, STORED_TYPES };
 
-// An array of values for inputs and outputs. Steps are the bytes from one value to the next.
+// An array of values for inputs and outputs. Steps are the distances in bytes from one value to the
+// next.
 struct Array {
   const uint8_t *data;
   int64_t input_step, output_step;
@@ -21,15 +22,15 @@ struct Array {
 // A stored weight. export/cpu/panels.py has the same members, and checks the shapes of arrays.
 struct Source {
   int64_t type, inputs, outputs;
-  int64_t groups;          // for levels in arrays: number of scales of an output
-  int64_t planes;          // whether to put levels of 8 bits into two planes, if possible
-  int64_t bytes;           // of all blocks
-  Array values;            // floats, levels, or without steps the blocks of row after row
-  Array scales, minimums;  // for levels in arrays: float32; minimums may be null
+  int64_t groups;          // number of scales of an output, for levels in arrays
+  int64_t planes;          // whether to put 8-bit levels into two planes if possible
+  int64_t bytes;           // bytes of all blocks
+  Array values;            // floats or levels; without steps, the blocks of one row after another
+  Array scales, minimums;  // float32, for levels in arrays; minimums may be null
 };
 
 constexpr int64_t UNIT_INPUTS = SUPER * BLOCK;  // inputs that are read at once; fewer at the end
-constexpr int64_t MOST_SHARED = 16;             // scales of a column in a unit
+constexpr int64_t MOST_SHARED = 16;             // maximum number of scales of a column in a unit
 
 struct Range {
   int least, most;
@@ -37,9 +38,9 @@ struct Range {
 
 // A type of levels.
 struct Kind {
-  int64_t inputs, bytes;  // of a block; in an array, of a level
-  bool fine, minimums;  // of a block: whether a scale is for 16 inputs, whether there are minimums
-  Range levels;         // of all possible levels
+  int64_t inputs, bytes;  // those of a block; in an array, those of a level
+  bool fine, minimums;  // whether a block's scale is for 16 inputs; whether there are minimums
+  Range levels;         // range of all possible levels
 };
 constexpr Kind KINDS[] = {
     {1, 1, false, false, {-128, 127}},   {1, 1, false, false, {0, 255}},
@@ -57,7 +58,7 @@ struct Unit {
 };
 using Levels = int16_t[PANEL][UNIT_INPUTS];
 
-// Scales and minimums of a unit, column by column; zeros after the last column.
+// Scales and minimums of a unit, column by column, and zeros after the last column.
 struct Shared {
   float scales[PANEL][MOST_SHARED] = {}, minimums[PANEL][MOST_SHARED] = {};
 };
@@ -89,8 +90,8 @@ void read_array(const Array &array, const Unit &unit, const Take &take) {
   }
 }
 
-// Add fields of some bits to levels: from each group of bytes, first all fields at the lowest bits,
-// then those at the next bits.
+// Add fields of BITS bits to levels. Of each group of bytes, all fields in the lowest bits come
+// first, then those in the next bits.
 template <int GROUP, int BITS>
 void add_fields(const uint8_t *data, int64_t bytes, int left, int16_t *levels) {
   for (int64_t at = 0; at < bytes; at += GROUP)
@@ -100,10 +101,10 @@ void add_fields(const uint8_t *data, int64_t bytes, int left, int16_t *levels) {
             static_cast<int16_t>(levels[i] + ((data[at + i] >> shift & ((1 << BITS) - 1)) << left));
 }
 
-// The levels of a block.
+// Read the levels of a block.
 inline void read_block(int64_t type, const uint8_t *block, int16_t *levels) {
   const Kind &kind = KINDS[type - INT8];
-  const int64_t rest = kind.minimums ? 4 : 2;  // in blocks of 32: after the scale, and the minimum
+  const int64_t rest = kind.minimums ? 4 : 2;  // in blocks of 32: bytes of scale and minimum
   std::fill_n(levels, kind.inputs, static_cast<int16_t>(type == Q8_0 ? 0 : kind.levels.least));
   switch (type) {
     case Q4_0:
@@ -127,11 +128,11 @@ inline void read_block(int64_t type, const uint8_t *block, int16_t *levels) {
   }
 }
 
-// The scales of a block of 256, and its minimums if it has any.
+// Read the scales of a block of 256, and its minimums if it has any.
 inline void read_k_shared(int64_t type, const uint8_t *block, float *scales, float *minimums) {
   if (type == Q6_K) {
     for (int i = 0; i < 16; i++) scales[i] = half_at(block, 208) * load_at<int8_t>(block, 192 + i);
-  } else if (type == Q3_K) {  // of 6 bits, the upper two are stored separately
+  } else if (type == Q3_K) {  // 6-bit scales, whose upper two bits are stored separately
     for (int i = 0; i < 16; i++) {
       const int integer =
           (block[96 + i % 8] >> i / 8 * 4 & 15) | (block[104 + i % 4] >> i / 4 * 2 & 3) << 4;
@@ -142,7 +143,7 @@ inline void read_k_shared(int64_t type, const uint8_t *block, float *scales, flo
       scales[i] = half_at(block, 80) * static_cast<float>(block[i] & 15);
       minimums[i] = -(half_at(block, 82) * static_cast<float>(block[i] >> 4));
     }
-  } else {  // of 6 bits, the upper two of the last four scales are stored separately
+  } else {  // 6-bit scales; the upper two bits of the last four are stored separately
     const uint8_t *first = block + 4, *second = block + 8, *low = block + 12;
     for (int i = 0; i < 8; i++) {
       const int scale = i < 4 ? first[i] & 63 : (low[i - 4] & 15) | first[i - 4] >> 6 << 4;
@@ -178,7 +179,8 @@ inline void read_levels(const Source &source, const Unit &unit, Levels &levels) 
   }
 }
 
-// A scale is for 16 inputs if the matrix is fine, else for 32. A scale for more inputs is repeated.
+// Read scales and minimums. A scale is for 16 inputs if the matrix is fine, and for 32 if not. A
+// stored scale for more inputs is repeated.
 inline void read_shared(const Source &source, const Matrix &matrix, const Unit &unit, Shared &to) {
   const int64_t size = matrix.fine ? 16 : BLOCK;
   if (source.type > UINT8) {
@@ -205,11 +207,11 @@ inline void read_shared(const Source &source, const Matrix &matrix, const Unit &
 
 extern "C" {
 
-// Plan on some threads how to pack a weight: the 7 numbers that describe it, and its bytes.
-// Returns null, or the reason why it cannot be packed.
+// Plan, on some threads, how to pack a weight: the 7 numbers that describe it, and its size in
+// bytes. Returns null, or the reason why it cannot be packed.
 EESD_EXPORT const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers);
 
-// Pack a weight by the result of eesd_plan. Returns null, or the reason why it cannot be packed.
+// Pack a weight as planned by eesd_plan. Returns null, or the reason why it cannot be packed.
 EESD_EXPORT const char *eesd_pack(const eesd::Source *source, int64_t threads,
                                   const int64_t *numbers, uint8_t *to);
 }

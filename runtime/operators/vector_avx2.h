@@ -104,14 +104,14 @@ static inline Four all_fours(const int8_t *x) {
   memcpy(&four, x, 4);
   return {_mm256_set1_epi32(four)};
 }
-// Keeps the compiler from delaying sums, which would then need memory.
+// Keep the compiler from delaying sums, which would then not fit in registers.
 static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 #ifdef EESD_DOT
 template <bool wide> static inline Bytes dot(Bytes x, Bytes levels, Four four) {
   return {EESD_DOT(x.a, levels.a, four.v), EESD_DOT(x.b, levels.b, four.v)};
 }
 #else
-// Unsigned levels times signed activations, two products added in 16 bits; sums of these; and two of them added in 32 bits.
+// Products of unsigned levels with signed activations, two added in 16 bits; sums of these; and two of the sums added in 32 bits.
 static inline Bytes multiply_pairs(Bytes levels, Four four) {
   return {_mm256_maddubs_epi16(levels.a, four.v), _mm256_maddubs_epi16(levels.b, four.v)};
 }
@@ -142,7 +142,7 @@ static inline Floats level(Bytes x, int k) {
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * k), m))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second-level cache
 static bool supported() {
 #if defined __AVX512VNNI__
   if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) return false;

@@ -64,12 +64,12 @@ static inline Bytes low_bits(Bytes a, int shift, int mask) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, shift), _mm512_set1_epi8((char)mask))};
 }
 static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
-  return {_mm512_or_si512(low.v, _mm512_slli_epi16(high.v, shift))};  // high's bits do not leave their bytes
+  return {_mm512_or_si512(low.v, _mm512_slli_epi16(high.v, shift))};  // the bits of `high` stay in their bytes
 }
 static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
   if (second) low.v = _mm512_srli_epi16(low.v, 4);
   else high.v = _mm512_slli_epi16(high.v, 4);
-  return {_mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low.v, high.v, 0xCA)};  // low's bit where the mask is 1
+  return {_mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low.v, high.v, 0xCA)};  // bits of `low` where the mask is 1
 }
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   uint64_t bits;
@@ -97,7 +97,7 @@ static inline Floats level(Bytes a, int k) {
   return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, at))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second-level cache
 static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");

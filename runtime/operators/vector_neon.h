@@ -29,7 +29,7 @@ static inline Floats sub(Floats a, Floats b) { EACH a.v[i] = vsubq_f32(a.v[i], b
 static inline Floats mul(Floats a, Floats b) { EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
 static inline Floats div(Floats a, Floats b) { EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
 static inline Floats fma(Floats a, Floats b, Floats c) { EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
-// vmaxq_f32 would keep a NaN of either argument; here the second argument is taken, as in the other vector files.
+// vmaxq_f32 would return a NaN of either argument. Like the other vector files, this returns the second argument if one of them is NaN.
 static inline float32x4_t larger_quarter(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 static inline Floats larger(Floats a, Floats b) { EACH a.v[i] = larger_quarter(a.v[i], b.v[i]); return a; }
 static inline Floats smaller(Floats a, Floats b) { EACH a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
@@ -105,7 +105,7 @@ static inline Four all_fours(const int8_t *x) {
 template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
 #if EESD_PAIRS
   EACH sums.v[i] = bytes(vusdotq_s32(ints(sums.v[i]), levels.v[i], four.v));
-#else  // sdot takes signed levels, so levels up to 127 fit; larger levels are multiplied by halves
+#else  // sdot takes signed levels, so levels up to 127 fit; larger levels are multiplied in two halves
   const Bytes low = wide ? low_bits(levels, 0, 15) : levels, high = low_bits(levels, 4, 15);
   EACH {
     int32x4_t sum = vdotq_s32(ints(sums.v[i]), vreinterpretq_s8_u8(low.v[i]), four.v);
@@ -117,14 +117,15 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
 }
 static inline Bytes shift_sums(Bytes x, int shift) { EACH x.v[i] = bytes(vshlq_s32(ints(x.v[i]), vdupq_n_s32(shift))); return x; }
 #if EESD_PAIRS
-// Eight levels of a column, of two groups: in `first` those of the columns 0, 1, 4, 5, ..., in `second` of 2, 3, 6, 7, ...
+// Put the eight levels of a column in two groups next to each other: those of columns 0, 1, 4, 5, ... in `first`, those of 2, 3, 6, 7,
+// ... in `second`.
 static inline void interleave(Bytes &first, Bytes &second) {
   EACH {
     const uint32x4_t a = vreinterpretq_u32_u8(first.v[i]), b = vreinterpretq_u32_u8(second.v[i]);
     first.v[i] = vreinterpretq_u8_u32(vzip1q_u32(a, b)), second.v[i] = vreinterpretq_u8_u32(vzip2q_u32(a, b));
   }
 }
-// Eight products of each column with two rows. A register has the sums of two columns with both.
+// Add eight products of each column with two rows. A register has the sums of two columns with both rows.
 static inline void dot_pair(Bytes sums[2], Bytes first, Bytes second, const int8_t *x, int64_t stride) {
   const int8x16_t rows = vcombine_s8(vld1_s8(x), vld1_s8(x + stride));
   EACH sums[0].v[i] = bytes(vusmmlaq_s32(ints(sums[0].v[i]), first.v[i], rows));

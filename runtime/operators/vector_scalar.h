@@ -1,6 +1,6 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and the kernels for processors without them.
 
-// How products of levels add up, and what a kernel holds in registers at most:
+// The file for products with levels, and the maximum numbers that a kernel holds in registers:
 #define EESD_INTEGERS "integers.h"
 #define EESD_ROWS 4   /* rows */
 #define EESD_PANELS 2 /* panels of levels */
@@ -33,7 +33,7 @@ static inline Floats fma(Floats a, Floats b, Floats c) { EACH c.lane[i] = fmaf(a
 static inline Floats larger(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 static inline Floats smaller(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 static inline Floats absolute(Floats a) { EACH a.lane[i] = fabsf(a.lane[i]); return a; }
-// Sums and maxima of all lanes by halves: lanes i and i + 8, then i and i + 4, i + 2, i + 1.
+// Sums and maxima of all lanes, computed by halves: lanes i and i + 8, then i and i + 4, i + 2, i + 1.
 static inline float add_lanes(Floats a) {
   for (int width = 8; width; width /= 2)
     for (int i = 0; i < width; i++) a.lane[i] += a.lane[i + width];
@@ -55,7 +55,7 @@ static inline Floats load_bfloat16(const uint16_t *p) {
 static inline Floats load_float16(const uint16_t *p) { Floats r; EACH r.lane[i] = float_of(p[i]); return r; }
 static inline Floats load_int8(const int8_t *p) { Floats r; EACH r.lane[i] = p[i]; return r; }
 
-// 2^a for whole numbers a from -126 to 127.
+// 2^a for whole numbers `a` from -126 to 127.
 static inline Floats power_of_two(Floats a) {
   EACH { uint32_t bits = (uint32_t)((int32_t)a.lane[i] + 127) << 23; memcpy(&a.lane[i], &bits, 4); }
   return a;
@@ -66,7 +66,7 @@ static inline Bytes load_bytes(const uint8_t *p) { Bytes r; memcpy(r.byte, p, 64
 static inline Bytes all_sums(int32_t a) { Bytes r; EACH r.lane[i] = a; return r; }
 static inline Bytes add_sums(Bytes a, Bytes b) { EACH a.lane[i] += b.lane[i]; return a; }
 static inline Floats to_floats(Bytes a) { Floats r; EACH r.lane[i] = (float)a.lane[i]; return r; }
-// The four bits of each byte from `shift` on.
+// The bits of each byte from `shift` on, limited by `mask`.
 static inline Bytes low_bits(Bytes a, int shift, int mask) {
   for (int i = 0; i < 64; i++) a.byte[i] = a.byte[i] >> shift & mask;
   return a;
@@ -75,27 +75,27 @@ static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
   for (int i = 0; i < 64; i++) low.byte[i] |= high.byte[i] << shift;
   return low;
 }
-// Bits 0-3 of each byte of `low` and of `high`, or with `second` bits 4-7 of both.
+// Join bits 0-3 of each byte of `low` and of `high` to a byte; with `second`, bits 4-7 of both.
 static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
   for (int i = 0; i < 64; i++) low.byte[i] = second ? low.byte[i] >> 4 | (high.byte[i] & 240) : (low.byte[i] & 15) | high.byte[i] << 4;
   return low;
 }
-// Bytes that are `value` where a mask of 64 bits has a 1, else 0.
+// Bytes that are `value` where a mask of 64 bits has a 1, and 0 elsewhere.
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   Bytes r;
   for (int i = 0; i < 64; i++) r.byte[i] = mask[i / 8] >> i % 8 & 1 ? value : 0;
   return r;
 }
-struct Four {  // four activations, for all columns
+struct Four {  // four activations, the same for all columns
   const int8_t *x;
 };
 static inline Four all_fours(const int8_t *x) { return {x}; }
-// sums + four unsigned levels of each column times four signed activations. `wide`: levels may be larger than 127.
+// sums + four unsigned levels of each column times four signed activations. `wide` means that levels may be larger than 127.
 template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
   EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * four.x[k];
   return sums;
 }
-// Two signed levels of each lane, and sums + these times two numbers.
+// Two signed levels of each lane; and sums plus the products of these with two numbers.
 struct Words {
   int16_t word[32];
 };
