@@ -11,7 +11,7 @@
 namespace eesd {
 namespace {
 
-constexpr int64_t FEW = 8;          // up to this number of rows, one thread prepares them faster than several
+constexpr int64_t FEW = 8;          // below this number of rows, one thread is faster than several
 constexpr int64_t MANY = 64;        // from this number of rows on, threads should not wait for each other
 constexpr int64_t LIMIT = 1 << 28;  // upper limit of sizes, beyond those of any model
 

@@ -1,7 +1,7 @@
 // One text with its tokens, coloured by their source, and marks where drafts were rejected.
 
 const SOURCES = { exit: "exit head", text: "from the text", verify: "verifier" };
-const details = new WeakMap(); // from the element of a token or mark to what its tip shows
+const details = new WeakMap(); // what the tip of each token or mark shows, by its element
 
 export class Answer {
   constructor(parent, title) {
@@ -21,7 +21,7 @@ export class Answer {
   add(event) {
     const counts = { exit: 0, text: 0, verify: 0 };
     event.tokens.forEach((token, at) => {
-      // The verifier's token replaces the rejected ones.
+      // The verifier's token replaces the rejected tokens.
       if (token.source === "verify" && at === event.tokens.length - 1) this.#mark(event.rejected, token.text);
       this.tokens.push(token.id);
       counts[token.source] += 1;
@@ -75,8 +75,8 @@ function tokenTip({ text, source, logprob, top = [] }) {
   return [[`Source: ${SOURCES[source]}`], ...rows];
 }
 
-// Shows the tip of the token or mark under the pointer, or at the focus. One mark is in the order of Tab, and arrow keys go to
-// the next one; where the focus is on the whole text, arrow keys go from token to token.
+// Shows the tip of the token or mark that is under the pointer or has the focus. The Tab key reaches one mark, and arrow keys go to the
+// other marks; if the whole text has the focus, arrow keys go from token to token.
 export function watchTips(output, tip) {
   let current = null;
   const show = (element) => {

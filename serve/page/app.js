@@ -31,7 +31,7 @@ async function start() {
     setPrompt(EXAMPLES[mode()]);
     $("ask").requestSubmit();
   });
-  $("more").addEventListener("invalid", () => ($("more").open = true), true); // else the browser has nowhere to say so
+  $("more").addEventListener("invalid", () => ($("more").open = true), true); // so that the browser can show its message
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) $("ask").requestSubmit();
     if (event.key === "Escape") running?.abort();
@@ -69,7 +69,7 @@ function setPrompt(text) {
   showExample();
 }
 
-// The example never replaces a text.
+// The example never replaces a text that the user has written.
 function showExample() {
   $("example").hidden = $("prompt").value !== "";
 }
@@ -125,7 +125,7 @@ async function run() {
     if (body.messages) remember(body, first);
     addTools(exchange, body, first);
   } catch (error) {
-    // A message that the server refused is no part of the conversation; its text is still in the form.
+    // A message that the server refused does not become part of the conversation; its text is still in the form.
     if (exchange.querySelector(".tokens > span")) exchange.classList.add("broken");
     else exchange.remove();
     failed(error);
@@ -185,7 +185,7 @@ function ended(result, event) {
 function remember(body, text) {
   history.push(body.messages.at(-1), { role: "assistant", content: text });
   setPrompt("");
-  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus({ preventScroll: true }); // else the keyboard hides the text
+  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus({ preventScroll: true }); // a keyboard on the screen would hide it
 }
 
 function addTools(exchange, body, text) {
@@ -214,14 +214,14 @@ async function copy(text, exchange, button) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    // Browsers have no clipboard for pages of other hosts without TLS, but copy what is selected.
+    // Browsers offer no clipboard to pages from other hosts without TLS, but they copy a selection.
     getSelection().selectAllChildren(exchange.querySelector(".tokens"));
     document.execCommand("copy");
   }
   button.textContent = "Copied";
 }
 
-// The first token at which the two texts differ, as far as both have come; -1 if none does.
+// Index of the first token at which the two texts differ, as far as both exist; -1 if they do not differ.
 function difference() {
   const [first, second] = [runs.drafting, runs.plain].map((result) => result?.tokens ?? []);
   if (runs.drafting?.done && runs.plain?.done && first.length !== second.length) {

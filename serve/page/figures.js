@@ -1,8 +1,8 @@
-// Speed, tokens a round, acceptance and the controller's estimate as small charts. Each has its figures as text, too.
+// Small charts of speed, tokens per round, acceptance and the controller's estimate. Each also has its figures as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const KINDS = ["exit", "text", "verify"];
-const FEWEST = 5; // samples of a position that is shown
+const FEWEST = 5; // minimum number of samples of a position that is shown
 const MOST_BARS = 64;
 const percent = (share) => `${Math.round(100 * share)} %`;
 const sigmoid = (z) => 1 / (1 + Math.exp(-z));
@@ -32,7 +32,7 @@ function show(id, elements, note) {
   figure.querySelector(".note").textContent = note;
 }
 
-// `drafting` and `plain`: statistics of the two ways for one prompt, or undefined.
+// `drafting` and `plain`: statistics of a prompt with and without drafting, or undefined.
 export function showSpeed(drafting, plain, verdict) {
   const most = Math.max(drafting?.tokens_per_second ?? 0, plain?.tokens_per_second ?? 0) || 1;
   const row = (name, stats, kind) => {
@@ -42,7 +42,7 @@ export function showSpeed(drafting, plain, verdict) {
   show("speed", [row("drafting", drafting, "exit"), row("plain", plain, "verify")], verdict);
 }
 
-// `rounds`: for each round its tokens by source. Bars of long texts are means of several rounds.
+// `rounds`: the tokens of each round, by source. For long texts, a bar is the mean of several rounds.
 export function showRounds(rounds) {
   if (!rounds?.length) {
     show("rounds", [], "There is no text yet.");
@@ -95,7 +95,7 @@ export function showAcceptance(stats) {
   show("acceptance", rows, `${stats.accepted_tokens} of ${stats.draft_tokens} draft tokens were accepted${copied}.${few}`);
 }
 
-// The posterior of shift and slope, and of the text's own offset, as chances with two standard deviations.
+// The posterior of shift and slope, and of the text's offset, as chances with two standard deviations on either side.
 function estimates(state, predicted, alone) {
   const z = Math.log(predicted / (1 - predicted));
   const [shift, slope, offset] = state.mean;

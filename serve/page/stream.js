@@ -1,4 +1,4 @@
-// The server's events, one after another. Whatever goes wrong is an Error with a sentence for people.
+// The server's events, one after another. Every failure is an Error whose message is a sentence for users.
 
 export const jsonHeaders = (key) => ({ "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) });
 
@@ -14,7 +14,7 @@ export async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not an answer of this server: a proxy's, perhaps
+    // not an answer of this server; perhaps a proxy's
   }
   return new Refused(response.status, message || `The server answered with status ${response.status}.`);
 }
