@@ -64,7 +64,7 @@ class RoundOutcome(NamedTuple):
     Attributes:
         steps: Draft steps that ran; 0 in a round of plain decoding, and in a round that verifies
             only the text's tokens.
-        draft_seconds: Time until the draft was complete, the controller's own time included.
+        draft_seconds: Time until the draft was complete, including the controller's time.
         depth: Deepest level of the draft that was verified, not counting the text's tokens. Less
             than ``steps`` if a tree budget dropped levels.
         nodes: Nodes that were verified, not counting the root.
@@ -81,7 +81,7 @@ class RoundOutcome(NamedTuple):
         labels: With a tree budget, a label for each accepted node that has candidates.
         proposed: The text's proposed tokens that the committed tokens judge, up to and including
             the first wrong one. Some may not have been verified.
-        right: Number of right tokens among them.
+        right: Number of right tokens among ``proposed``.
         drafter: Name of the drafter that the round used; empty in a round of plain decoding.
     """
 

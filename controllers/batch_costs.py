@@ -10,15 +10,16 @@ from eesd.controllers.value import is_due
 SLOTS = 1024.0
 """Unit of slots, so that all features have about the same size."""
 FORGETTING = 0.98
-"""Factor of a sample's weight in the line for each later sample."""
+"""Factor by which a sample's weight in the line falls with each later sample."""
 PRIOR_WEIGHT = 1e-3
 """Ridge penalty on changes of the line: the calls seen may not tell its parts apart."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3
 SHAPE = 0.1
-"""The pace follows a sample with this exponent. At most the share SHAPE of a deviation counts for
-the sample's own size: changes of pace affect calls of all sizes alike."""
+"""A sample's relative deviation changes the pace with the exponent PACE. At most the share SHAPE of
+it is attributed to the size of the call, because changes of pace affect calls of all sizes
+alike."""
 LEAST = 1e-9
 """Minimum seconds of each part of the line."""
 FIRST = 24

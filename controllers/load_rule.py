@@ -29,7 +29,7 @@ FADED = 16.0
 """Share of the labels that remains after a round without a draft, and the minimum number of labels.
 Fewer labels mean more doubt, so that a draft is tried now and then."""
 RATE_DISCOUNT = 0.98
-"""Factor of a round's weight in the rate for each later round."""
+"""Factor by which a round's weight in the rate falls with each later round."""
 LEAST_VALUE = 0.1
 """Minimum chance that a token of the text and all before it are right; less likely tokens are not
 proposed to the batch."""
@@ -50,7 +50,7 @@ class LoadRule:
     by number of rows.
 
     Attributes:
-        draft, verify: Costs of calls, with the host's work for them. The batch adds samples.
+        draft, verify: Costs of calls, including the host's work for them. The batch adds samples.
         draft_size, verify_size: Sizes of calls after padding. Set when the batch is made.
         padded: Whether a verify pass pads all rows to the longest. If so, all rows verify the same
             number of levels; if not, each row may verify a different number of nodes. Set with the
@@ -96,7 +96,7 @@ class LoadRule:
         Args:
             rows: Number of rows.
             slots: Slots of each row.
-            waiting: Requests whose prompts wait for the round.
+            waiting: Number of requests whose prompts wait for the round.
         """
         self.rows = rows
         self.slots = slots
@@ -172,10 +172,10 @@ class LoadRule:
 
     def copied(self, values: Sequence[float], drafts: bool) -> int:
         """Number of tokens that a row takes from its text: all that are likely enough, or 0 if the
-        expected draft is worth as much.
+        expected draft is worth at least as much.
 
         Args:
-            values: For each token the chance that it and all before it are right.
+            values: For each token, the chance that it and all before it are right.
             drafts: Whether the row could draft instead.
         """
         likely = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
@@ -183,8 +183,8 @@ class LoadRule:
         return len(likely) * (sum(likely) > draft)
 
     def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
-        """Number of levels that each row verifies: the most valuable nodes of all rows, whose
-        chances are ``values``."""
+        """Number of levels that each row verifies, so that the batch verifies its most valuable
+        nodes. ``values`` are the chances of each row's nodes."""
         if self._fixed is not None:
             return [min(len(row), self._fixed) for row in values]
         if self.padded:

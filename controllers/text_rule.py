@@ -28,7 +28,7 @@ costs nothing."""
 FIRST_DRAFTS = 4
 """Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99
-"""Factor of a drafting round's weight in the worth of drafting, for each later one."""
+"""Factor by which a drafting round's weight in the worth of drafting falls with each later one."""
 SLOPE_PRIOR = 4.0
 """Ridge penalty on the slope of drafting's worth over the text's worth, in squared tokens."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
@@ -116,7 +116,7 @@ class TextRule:
     The committed tokens judge the text's proposal in every round, even if it was not verified, so
     chances need no exploration. The worth of a round is its expected tokens minus lambda times its
     seconds, both from ``value``. The worth of drafting is learned from the rounds that drafted. A
-    row of a batch asks ``load`` instead, and shares the calibration with the other rows.
+    row of a batch uses ``load`` instead, and shares the calibration with the other rows.
     """
 
     def __init__(self, value: RoundValue | None = None, load: "LoadRule | None" = None) -> None:
@@ -151,7 +151,7 @@ class TextRule:
 
         Returns:
             One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter. For a row of
-            a batch any number; the batch may verify fewer.
+            a batch, any number, of which the batch may verify fewer.
         """
         if self._load is not None:
             return self._load.copied(values, drafts)

@@ -19,7 +19,7 @@ COVERED = (6.5, 3.5)
 """Beta prior of the probability that the verifier's token is among the other candidates if it is
 not the first."""
 DISCOUNT = 0.998
-"""Factor of a label's weight in the posterior for each later label."""
+"""Factor by which a label's weight in the posterior falls with each later label."""
 
 
 class TreeBudget:
@@ -28,10 +28,10 @@ class TreeBudget:
 
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
-    candidates with probability kappa (a Beta posterior), which is divided by their scores. After an
-    accepted node, the verifier's logits judge every candidate, even if it was not verified, so
-    there is nothing to explore. ``value`` estimates lambda (the recent rate) and v(n), the seconds
-    of a pass over n tokens.
+    candidates with probability kappa (a Beta posterior), which is divided among them by their
+    scores. After an accepted node, the verifier's logits judge every candidate, even if it was not
+    verified, so there is nothing to explore. ``value`` estimates lambda (the recent rate) and v(n),
+    the seconds of a pass over n tokens.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from eesd.controllers.base import RoundOutcome
 
 MEMORY = 64
-"""The mean of a count averages about this many of its last samples."""
+"""The mean of a count averages about this number of its last samples."""
 FORGETTING = 1 / 32
 """Share of its weight that a count loses for each sample of another count. A high cost, measured
 while the machine was slow, may keep the controller from measuring that count again; so it is soon
@@ -26,11 +26,11 @@ USUAL_SLOPE = 0.1
 FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
-"""Upper bound of a count's first sample, divided by the cost that the curve expects."""
+"""A count's first sample counts as at most this multiple of the cost that the curve expects."""
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
-"""Factor of a round's weight in the rate for each later round."""
+"""Factor by which a round's weight in the rate falls with each later round."""
 FIRST_WEIGHT = 5.0
 """Weight of the first (plain) round in the rate. It decays quickly."""
 FIRST_FITS = 16
@@ -48,7 +48,7 @@ class CostCurve:
     """Seconds as a function of a count.
 
     The estimate is Huber's mean of a count's samples, shrunk towards a line through all counts. It
-    never falls as the count grows. ``from_zero``: a count of 0 costs nothing.
+    never falls as the count grows. With ``from_zero``, a count of 0 costs nothing.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
@@ -183,8 +183,8 @@ class RoundValue:
         return drafting + self.verify.seconds(nodes)
 
     def prices(self, nodes: int, more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Price of each number in ``more`` of nodes added to ``nodes`` nodes, in tokens at the
-        recent rate."""
+        """Price, in tokens at the recent rate, of adding each number of nodes in ``more`` to
+        ``nodes`` nodes."""
         rate = self.rate
         before = rate * self.verify.seconds(nodes)
         return rate * self.verify.costs(nodes + more) - before

@@ -6,7 +6,7 @@
 * Endless digits. Each part of a number has at most :data:`DIGITS` digits: enough to tell 64-bit
   floats apart, and too few for an infinite number.
 
-Both remain allowed where nothing else is.
+Both remain allowed where no other token is.
 """
 
 from typing import NamedTuple
@@ -83,7 +83,7 @@ class JSONTokens:
 
 
 def _spells(mode: int, data: bytes) -> bool:
-    """Whether a token that begins in this mode writes ``\\u``, or the ``u`` of one."""
+    """Whether a token that begins in this mode writes ``\\u``, or the ``u`` after a backslash."""
     if mode == ESCAPED and data[:1] == b"u":
         return True
     at = data.find(b"\\u")

@@ -374,7 +374,7 @@ class LLM:
             self._settle()
 
     def _settle(self) -> None:
-        """Keep the prefixes of ended requests, and let other requests use their caches."""
+        """Keep the prefixes of ended requests, and free the caches of these requests for others."""
         while self._ended:
             session, prefixes = self._ended.popleft()
             session.keep_prefix(prefixes)

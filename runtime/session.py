@@ -4,7 +4,7 @@ The draft proposes tokens after the last committed token (the root). After each 
 controller decides whether to continue. If the text repeats itself, its repetitions propose tokens
 without a draft step. One verify pass judges all proposed tokens. The round commits the accepted
 path and the verifier's bonus token, which is the next root. The next round's passes write the
-root's cache entry, so no token needs a pass of its own or a second one.
+root's cache entry, so no token is computed twice or needs a separate pass.
 """
 
 import time
@@ -36,8 +36,8 @@ class Session(TokenSequence):
     """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
     nothing is pending between steps.
 
-    ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing
-    engine), the session is as it was before the round, and ``step`` can be called again.
+    ``step`` is a transaction: if drafting, verifying or accepting raises an exception (a cancel, or
+    a failing engine), the session is as it was before the round, and ``step`` can be called again.
     Controllers learn after the commit, so they never learn from a cancelled round.
 
     Attributes:

@@ -40,8 +40,8 @@ class LoadPolicy(Policy):
         self._prompts = BatchCosts()
         """Seconds that pieces of prompts add to a round."""
         self.waiting = 0
-        """Number of requests whose prompts are not complete, at most the rows that do not decode.
-        Set by the scheduler before each round."""
+        """Number of requests whose prompts are not complete, limited to the number of rows that do
+        not decode. Set by the scheduler before each round."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
         """Time calls over empty caches for about ``seconds`` seconds, to give the rule its first

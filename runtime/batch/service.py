@@ -27,13 +27,13 @@ class Load:
     """The current load of a service.
 
     Attributes:
-        queued, prefilling, running: Number of requests that wait, whose prompt is prefilled, and
+        queued, prefilling, running: Numbers of requests that wait, that are being prefilled, and
             that decode.
         kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
-        prefix_queries, prefix_hits: Tokens of all prompts, and tokens whose keys and values were
-            kept from earlier prompts.
-        drafted: Levels that the last round verified.
+        prefix_queries, prefix_hits: Number of tokens of all prompts, and of those whose keys and
+            values were kept from earlier prompts.
+        drafted: Number of drafted levels that the last round verified.
         pauses: Number of times that a request temporarily lost its keys and values to others.
         round_tokens: Rounds by their prompt tokens and new tokens.
     """

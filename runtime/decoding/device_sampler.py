@@ -51,8 +51,8 @@ class DeviceSampler:
 
         Returns:
             A function from logits [n, V] float32 to float64. For the draft, its result is [n, 3,
-            count + 1]: columns, best first, their log-probabilities, and these with noise. For the
-            verifier it is [n, 2]: the token, and 1 if the host would certainly choose it. The
+            count + 1]: the columns, best first; their log-probabilities; and these with noise. For
+            the verifier it is [n, 2]: the token, and 1 if the host would certainly choose it. The
             function returns None if the device cannot make the noise.
         """
 

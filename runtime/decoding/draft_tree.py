@@ -100,7 +100,7 @@ class Share(NamedTuple):
 
     Attributes:
         levels: Maximum number of levels of a draft without a budget.
-        price: For a budget: maps numbers of the draft's nodes to their prices.
+        price: Maps numbers of the draft's nodes to their prices, for a budget.
     """
 
     levels: int
@@ -138,7 +138,7 @@ class DraftTree:
         Args:
             root_token: The last committed token.
             max_nodes: Maximum number of nodes of the verify pass, not counting the root.
-            width: Nodes of a level; 1: a chain.
+            width: Number of nodes of a level; 1 for a chain.
             budget: Chooses the nodes to verify; None verifies all of them.
             in_place: Whether a budget chooses among the nodes of the best path only, because no
                 other node can be accepted.
@@ -292,8 +292,8 @@ class DraftTree:
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """Labels for the budget: one for each node with candidates that the verifier's ``tokens``
-        after the root reach. Empty without a budget."""
+        """Labels for the budget: one for each node that has candidates and lies on the path of the
+        verifier's ``tokens`` after the root. Empty without a budget."""
         node = self.root
         labels: list[SiblingLabel] = []
         if self._budget is None:

@@ -30,7 +30,7 @@ class Drafter:
     Attributes:
         engine: The draft engine.
         controller: Decides after each level whether to draft another one.
-        tree_width: Nodes of a level; 1: a chain.
+        tree_width: Number of nodes of a level; 1 for a chain.
         budget: Chooses the nodes to verify; None verifies all nodes.
         columns: Tokens of the columns of the draft's logits.
         name: Its name in statistics, reports and the guard's accounts.
@@ -51,9 +51,9 @@ class Drafting:
 
     Attributes:
         drafter: The drafter that runs an engine; None if there is none.
-        text: Decides how many tokens that the text proposes are verified. None: the text does not
+        text: Decides how many of the text's proposed tokens are verified. None if the text does not
             draft.
-        guard: Pauses a drafter that loses time. None: no drafter is paused.
+        guard: Pauses a drafter that loses time. None if no drafter is ever paused.
         value: Costs and worth of rounds, for controller, budget and text rule. None if no rule
             needs it.
         fixed: Whether rounds must draft and verify the same tokens each time, because the text
@@ -99,10 +99,10 @@ class Speculation:
     Attributes:
         controller: Decides how far to draft: a name and options for
             :func:`eesd.controllers.make_controller`.
-        tree: Nodes of a level of the draft tree; a budget leaves out candidates that are not worth
-            their place in the verify pass. 1 is a chain with second candidates. 0 drafts a chain
-            without a budget.
-        guard: Whether to pause drafting while it is slower than plain decoding.
+        tree: Number of nodes of a level of the draft tree, where a budget leaves out candidates
+            that are not worth their place in the verify pass. 1 is a chain with second candidates.
+            0 is a chain without a budget.
+        guard: Whether to pause a drafter while it is slower than plain decoding.
         seed: Seed of the controller's random generator.
         drafter: ``exit`` drafts with the exit head, ``text`` with repetitions in the text (the
             draft engine is not loaded, and ``controller`` and ``tree`` have no effect), and

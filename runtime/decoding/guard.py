@@ -16,7 +16,7 @@ class Terms:
     ``stake`` and ``allowance`` are the promise: a drafter that does not pay loses about one step at
     first, and then half a percent of the time. The other terms keep errors of measurement from
     breaking it. ``eesd-bench starts`` simulates processes on disturbed machines: with these values,
-    a drafter that pays is never locked out, and one that does not soon stops (decision 0086).
+    a drafter that pays is never locked out, and any other drafter soon stops (decision 0086).
 
     Attributes:
         stake: Balance of a new account.
@@ -26,7 +26,7 @@ class Terms:
             large.
         doubt: Number of rounds without luck that are added to the observed rounds when luck is
             averaged, because a few rejections prove nothing.
-        memory: Rounds, or tokens of a pause, over which an account forgets.
+        memory: Number of rounds, or of tokens in a pause, over which an account forgets rounds.
         trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
             balance must be able to pay for to end a pause. A first call may take ten times as long
             as later ones: without a trial, a process that paused after its first draft drafted

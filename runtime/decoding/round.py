@@ -261,8 +261,8 @@ class Round:
             self.wants_more = self.length != 0
 
     def next_draft(self) -> Call:
-        """The draft call after the last level. It asks for several levels if the draft is a chain
-        of the engine's most likely tokens: all if the controller fixed their number, and the
+        """The draft call after the last level. It requests several levels if the draft is a chain
+        of the engine's most likely tokens: all levels if the controller fixed their number, and the
         controller's ``steps_at_once`` if it did not."""
         sequence = self.sequence
         tree = self.tree

@@ -53,8 +53,7 @@ class Engines(NamedTuple):
             unknown.
         exact_trees: Whether a node of a tree has the same bits as at the end of its path as a
             chain.
-        in_place: Whether only the logits of nodes that are in the slot they would have in a chain
-            can be used.
+        in_place: Whether logits are valid only for nodes whose slot is the same as in a chain.
         last_positions: The positions after which verify uses another kernel, ascending. A round
             must end at or before the next of them, or tokens would depend on the draft.
         span: Returns a context manager for the name of a part of a request, which marks the part
@@ -92,9 +91,9 @@ class EngineOptions:
             its bits would differ. With None, passes on a GPU have the same node count if that costs
             little, and paths are cut only if activations are int8. With False, passes on a GPU have
             as few nodes as possible; in a batch, the longest row determines the number.
-        activations: ``int8`` or ``float32``: type of the activations that multiply quantized
-            weights on the CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are always
-            multiplied by float32.
+        activations: ``int8`` or ``float32``: type of the activations that are multiplied by
+            quantized weights on the CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are
+            always multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
             float32.
         nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges for Nsight Systems.

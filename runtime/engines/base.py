@@ -26,7 +26,8 @@ class StepOutputs:
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
         chosen: Result of the call's :data:`Choose`, [n, ...], if there was one.
-        levels: Levels that a draft call ran. The n rows are one for each, if there are several.
+        levels: Number of levels that a draft call ran. If there are several, each has one of the n
+            rows.
     """
 
     def __init__(
@@ -143,15 +144,15 @@ class Call(NamedTuple):
             :attr:`Engine.prefill_chunk`.
         positions: Positions in the text [n], for the rotary embedding.
         slot: Slot of the first token.
-        context_len: With a ``tree_mask``: every token sees the slots below it.
+        context_len: With a ``tree_mask``, every token sees the slots below this number.
         tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
             token sees in addition. None if the tokens are a chain: each sees every slot up to its
             own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
         choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
         levels: For a draft engine: maximum number of levels to draft after a single token, each
-            from the most likely token of the level before. An engine may draft fewer, at least one.
-            Several levels have no logits.
+            from the most likely token of the level before. An engine may draft fewer levels, but at
+            least one. Several levels have no logits.
     """
 
     kv_cache: KVCache

@@ -174,7 +174,7 @@ class CpuEngine:
         Args:
             tokens: T.
             path: P, the slots of the longest path.
-            logit_rows: R, the tokens that get logits.
+            logit_rows: R, the number of tokens that get logits.
         """
         ids = np.zeros(tokens, np.int64)
         numbers = np.zeros(tokens * 5, np.int64)

@@ -234,7 +234,7 @@ class DeviceEngine:
 
     def seen(self, stop: int) -> int:
         """Number of slots that attention reads in a call whose padded nodes end before the slot
-        ``stop``; 0: all."""
+        ``stop``; 0 means all."""
         return next((slots for slots in self.slots if slots >= stop), 0)
 
     def _seen_over(self, memory: RowMemory, stop: int) -> int:

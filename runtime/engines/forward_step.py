@@ -97,8 +97,8 @@ class _StageStep:
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0 for a call of chains only.
-            logit_rows: R; the last nodes get logits. If R exceeds the number of nodes, the last
-                node's logits fill the remaining rows.
+            logit_rows: R, the number of nodes, at the end of the call, that get logits. If R
+                exceeds the number of nodes, the last node's logits fill the remaining rows.
             slots: Number of slots, from the first on, that attention reads; 0: all.
             hidden: Memory for the previous stage's hidden state [B, n, hidden]; None if this stage
                 takes the tokens.
@@ -163,7 +163,8 @@ class ForwardStep:
             count: n, including padding.
             width: Columns of the tree mask; 0 for a call of chains only, with more nodes than a
                 round has.
-            logit_rows: R; the last nodes of each sequence get logits. In a draft, all nodes do.
+            logit_rows: R, the number of nodes at the end of each sequence that get logits. In a
+                draft, all nodes do.
             pool: Memory pool for CUDA graphs; None to capture nothing.
             slots: Number of slots, from the first on, that attention reads; 0: all.
         """

@@ -83,8 +83,8 @@ def chat_of(values: dict[str, Any]) -> ChatBody:
     out.
 
     Raises:
-        RequestValidationError: A field that only chats have has a value that cannot be used. The
-            error has the field's name in the other API.
+        RequestValidationError: A field that exists only in chats has a value that cannot be used.
+            The error has the field's name in the other API.
     """
     try:
         return ChatBody.model_validate(

@@ -32,7 +32,7 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """A message (``role``, ``content``), or by ``type`` a ``function_call`` or
+    """A message (``role``, ``content``) or, by ``type``, a ``function_call`` or
     ``custom_tool_call``, its output, or ``reasoning``."""
 
     type: str | None = None

@@ -81,8 +81,8 @@ class PlayToken(BaseModel):
 
 
 class PlayEvent(BaseModel):
-    """One round. ``rejected``: draft tokens that the verifier's token, the last one of ``tokens``,
-    replaces."""
+    """One round. ``rejected``: draft tokens that were replaced by the verifier's token, the last of
+    ``tokens``."""
 
     tokens: list[PlayToken]
     rejected: list[str]

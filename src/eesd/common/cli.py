@@ -181,7 +181,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def _check_streams() -> None:
     """Protect a program that was started with closed streams: a file that got the descriptor of a
-    standard stream would receive what libraries print.
+    standard stream would receive the output of libraries.
 
     Without stderr, messages are dropped. Without stdout the program ends, because its result would
     be lost.

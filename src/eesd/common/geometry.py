@@ -126,19 +126,19 @@ class Geometry:
         gated: Whether the MLP multiplies an activated gate by another projection.
         activation: One of :data:`GATES`, or one of :data:`PLAIN` if the MLP has no gate.
         embedding_scale: Factor of the embeddings.
-        attention_scale: Factor of the scores; 0: D ** -0.5.
-        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
+        attention_scale: Factor of the scores; 0 means D ** -0.5.
+        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0 for no cap.
         sinks: Whether each head has a sink: one more score besides those of the tokens, with a
             value vector of 0.
         logit_cap: Cap of the model's logits, as for scores. The exit head has no cap because it
             learns to predict the capped logits.
         rotated: Number of values that are rotated in each half of a head, from its beginning;
             0 means all.
-        layer_kinds: Kind of each layer; empty: all are ``full``. May be longer than the model.
-        window: Number of tokens that a sliding layer sees, the current one included.
-        taps: Number of tokens that a short convolution sees, the current one included.
-        local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. 0:
-            sliding layers have the same frequencies as other layers.
+        layer_kinds: Kind of each layer; if empty, all are ``full``. May be longer than the model.
+        window: Number of tokens that a sliding layer sees, including the current token.
+        taps: Number of tokens that a short convolution sees, including the current token.
+        local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. If
+            0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
             MLPs.
 

@@ -27,7 +27,8 @@ def installed(package: str) -> str | None:
 
 
 def pip_install(extra: str = "", *options: str) -> str:
-    """The command that installs EESD again from its source, since it may be in no package index.
+    """The command that installs EESD again from its source, because it may not be in a package
+    index.
 
     Args:
         extra: An extra to install, too.

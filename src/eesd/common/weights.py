@@ -60,7 +60,7 @@ _SPLIT = {
 """Layers that ranks split, by side. A deep state is split like keys and values."""
 
 _IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
-"""Prefix of a weight's name within its block."""
+"""Pattern of the part of a weight's name that precedes its name within the block."""
 
 
 @dataclass(frozen=True)
