@@ -202,7 +202,8 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
     """Check that only the node that writes a cache in place reads it.
 
     ONNX Runtime chooses the order of independent nodes, so a reader that precedes the writer in the
-    graph may run after it. A GatherElements may read the cache if the written values depend on it.
+    graph may run after it. A node that copies may read the cache if the written values depend on
+    the copy.
 
     Args:
         nodes: The nodes of the graph, in an order in which they can run.
@@ -218,7 +219,9 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
             if found.intersection(node.output):
                 found.update(node.input)
         for node in nodes:
-            copies = node.op_type == "GatherElements" and found.intersection(node.output)
+            copies = node.op_type in ("GatherElements", "Concat") and found.intersection(
+                node.output
+            )
             if cache in node.input and node is not writer and not copies:
                 raise EESDError(
                     f"In the graph {name} a {node.op_type} reads {cache} besides the node that "

@@ -20,6 +20,11 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from eesd.common.architecture import (
+    DELTA_BIAS,
+    DELTA_DECAY,
+    DELTA_EPS,
+    DELTA_NORM,
+    DELTA_TAPS,
     EMBEDDING,
     SINKS,
     TAPS,
@@ -572,19 +577,172 @@ class OnnxOperations:
     def convolution(self, x: str, block: Block, name: str) -> str:
         """Sum in float32, from the earliest token on."""
         hidden = block.geometry.hidden_size
-        taps = block.geometry.taps
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
         state = self.node("Mul", [gate, given])
         caches = self._write_states(state, hidden, block.state_caches)
-        weight = self._weight(f"{block.prefix}{TAPS}.weight")
-        weights = self._split(self._cast(weight.name, weight.dtype, "float32"), [1] * taps, 2)
+        total = self._convolved(state, caches, block, TAPS, block.geometry.taps)
+        return self.node("Mul", [gate_behind, self._cast(total, "float32", self.dtype)])
+
+    def _convolved(
+        self, state: str, states: str | Sequence[str], block: Block, name: str, taps: int
+    ) -> str:
+        """The sums [B, n, columns] in float32 of a convolution over states, which lie in caches, or
+        side by side in a tensor [B, S, columns] in float32."""
+        columns = self.shapes[f"{block.prefix}{name}.weight"][0]
+        weights = self._split(self._wide(block, name), [1] * taps, 2)
         total = ""
         for distance, one in zip(reversed(range(taps)), weights, strict=True):
-            found = self._read_states(self._ancestors(distance), caches) if distance else state
-            wide = self._cast(found, self.dtype, "float32")
-            part = self.node("Mul", [wide, self._reshape(one, [hidden])])
+            if not distance:
+                found = self._cast(state, self.dtype, "float32")
+            elif isinstance(states, str):
+                found = self._rows_at(states, self._ancestors(distance), columns)
+            else:
+                found = self._read_states(self._ancestors(distance), states)
+                found = self._cast(found, self.dtype, "float32")
+            part = self.node("Mul", [found, self._reshape(one, [columns])])
             total = self.node("Add", [total, part]) if total else part
-        return self.node("Mul", [gate_behind, self._cast(total, "float32", self.dtype)])
+        return total
+
+    def _rows_at(self, states: str, slots: str, columns: int) -> str:
+        """States [B, n, columns] at slots [B, n] of a tensor [B, S, columns]; zeros for -1."""
+        is_there = self.node("GreaterOrEqual", [slots, self.constant(0)])
+        is_there = self.node("Cast", [is_there], to=TensorProto.FLOAT)
+        slots = self._unsqueeze(self.node("Clip", [slots, self.constant(0)]), 2)
+        every = self.node("Expand", [slots, self.constant([1, 1, columns])])
+        found = self.node("GatherElements", [states, every], axis=1)
+        return self.node("Mul", [found, self._unsqueeze(is_there, 2)])
+
+    def _wide(self, block: Block, name: str) -> str:
+        """A weight of a block in float32."""
+        weight = self._weight(f"{block.prefix}{name}.weight")
+        return self._cast(weight.name, weight.dtype, "float32")
+
+    def delta_rule(self, x: str, block: Block, name: str) -> str:
+        """The deltas of a pass are solved one token after another; all else is matrix products.
+
+        States and outputs are computed in float32.
+        """
+        rule = block.geometry.delta
+        assert rule is not None
+        heads = rule.value_heads
+        mixed, gates, *numbers = self._split(x, [rule.mixed, rule.values, heads, heads], -1)
+        steps, inputs = (self._cast(one, self.dtype, "float32") for one in numbers)
+        states = self._all_states(block)
+        old, keys, deltas, logs = self._split(states, rule.parts, -1)
+        old = self._scattered(old, self._cast(mixed, self.dtype, "float32"))
+        convolved = self._silu(self._convolved(mixed, old, block, DELTA_TAPS, rule.taps))
+        columns = self._split(convolved, [rule.keys, rule.keys, rule.values], -1)
+        q, k = (self._unit(self._heads_apart(one, rule.key_dim)) for one in columns[:2])
+        q = self.node("Mul", [q, self._float(rule.key_dim**-0.5)])
+        v = self._heads_apart(columns[2], rule.value_dim)
+        inputs = self.node("Add", [inputs, self._wide(block, DELTA_BIAS)])
+        rate = self.node("Exp", [self._wide(block, DELTA_DECAY)])
+        new = self.node("Neg", [self.node("Mul", [self.node("Softplus", [inputs]), rate])])
+        decays = self._decays(self._scattered(logs, new))
+        own = self._heads_joined(k, rule.keys)
+        keys = self._heads_apart(self._scattered(keys, own), rule.key_dim)
+        keys = self.node("Transpose", [keys], perm=[0, 1, 3, 2])
+        group = heads // rule.key_heads
+        # Two rows at least: ONNX Runtime adds the products of a single one in another order.
+        rows = self._grouped(self.node("Concat", [k, q], axis=2), keys, group)
+        scores = self.nodes_of("Split", [rows], 2, axis=2, num_outputs=2)
+        weights = [self.node("Mul", [one, decays]) for one in scores]
+        unknown = self.node("ConstantOfShape", [self.node("Shape", [columns[2]])])
+        deltas = self._heads_apart(self._scattered(deltas, unknown), rule.value_dim)
+        steps = self._heads_apart(self.node("Sigmoid", [steps]), 1)
+        deltas, solved = self._solved(weights[0], v, steps, deltas, f"{block.prefix}deltas")
+        solved = self._heads_joined(solved, rule.values)
+        state = [mixed, *[self._narrow(one) for one in (own, solved, new)]]
+        self._write_states(self.concat(state, ""), sum(rule.parts), block.state_caches)
+        twice = [weights[1], self._slice(weights[1], 0, 1, 2)]
+        y = self.node("MatMul", [self.node("Concat", twice, axis=2), deltas])
+        y = self.norm(self._narrow(self._slice(y, 0, -1, 2)), block.norm(DELTA_NORM))
+        y = self._cast(self._heads_joined(y, rule.values), self.dtype, "float32")
+        gate = self._silu(self._cast(gates, self.dtype, "float32"))
+        return self._narrow(self.node("Mul", [y, gate]))
+
+    def _narrow(self, x: str) -> str:
+        """A float32 value in the graph's type."""
+        return self._cast(x, "float32", self.dtype)
+
+    def _all_states(self, block: Block) -> str:
+        """The states [B, S, numbers] in all slots of a block's caches, before the call."""
+        caches = self._state_caches(block.state_caches)
+        columns = len(caches) * self.geometry.num_kv_heads * self.geometry.head_dim
+        states = self._heads_joined(self.node("Concat", caches, axis=1), columns)
+        return self._slice(
+            self._cast(states, self.dtype, "float32"), 0, block.geometry.state_size, 2
+        )
+
+    def _scattered(self, states: str, new: str) -> str:
+        """States [B, S, columns] with those of the call's tokens [B, n, columns]."""
+        return self.node("TensorScatter", [states, new, "write_indices"], axis=1)
+
+    def _decays(self, logs: str) -> str:
+        """The decay of each visible slot's outer product until each token, [B, heads, n, S], from
+        logarithms [B, S, heads]; 0 for slots that the token does not see."""
+        logs = self._unsqueeze(self.node("Transpose", [logs], perm=[0, 2, 1]), 2)
+        seen = self.node("Greater", ["attn_mask", self.constant(MASKED / 2, self.dtype)])
+        later = self.node("Where", [seen, logs, self._float(0.0)])
+        sums = self.node("CumSum", [later, self.constant(3)], exclusive=1, reverse=1)
+        return self.node("Exp", [self.node("Where", [seen, sums, self._float(-np.inf)])])
+
+    def _grouped(self, rows: str, keys: str, group: int) -> str:
+        """Products of rows [B, key heads, n, D] with all keys, for each of the ``group`` value
+        heads of a key head: [B, value heads, n, S]."""
+        scores = self._unsqueeze(self.node("MatMul", [rows, keys]), 2)
+        scores = self.node("Concat", [scores] * group, axis=2)
+        shape = self.node("Shape", [scores], start=3)
+        heads = self.constant([0, -1])
+        return self.node("Reshape", [scores, self.node("Concat", [heads, shape], axis=0)])
+
+    def _solved(self, weights: str, v: str, steps: str, deltas: str, name: str) -> list[str]:
+        """The deltas of all slots, and those of the call's tokens [B, heads, n, D].
+
+        A token's delta needs those of the tokens before it, so one follows the other. Each is one
+        sum over all slots: its bits do not depend on the number of tokens in the call.
+        """
+        inputs = [f"{name}.{part}" for part in ("old", "weights", "v", "steps", "slots")]
+        old, row, value, step, slot = inputs
+        outer = self.nodes
+        self.nodes = []
+        row = self.node("Unsqueeze", [row, self.constant([2])], f"{name}.row")
+        known = self.node("MatMul", [row, old], f"{name}.known")
+        value = self.node("Unsqueeze", [value, self.constant([2])], f"{name}.value")
+        rest = self.node("Sub", [value, known], f"{name}.rest")
+        step = self.node("Unsqueeze", [step, self.constant([2])], f"{name}.step")
+        new = self.node("Mul", [rest, step], f"{name}.new")
+        self.node("TensorScatter", [old, new, slot], f"{name}.all", axis=2)
+        self.node("Squeeze", [new, self.constant([2])], f"{name}.own")
+        kinds = [TensorProto.FLOAT] * 4 + [TensorProto.INT64]
+        given = [
+            helper.make_tensor_value_info(one, kind, None)
+            for one, kind in zip(inputs, kinds, strict=True)
+        ]
+        made = [
+            helper.make_tensor_value_info(f"{name}.{part}", TensorProto.FLOAT, None)
+            for part in ("all", "own")
+        ]
+        body = helper.make_graph(self.nodes, name, given, made)
+        self.nodes = outer
+        return self.nodes_of(
+            "Scan",
+            [deltas, weights, v, steps, self._own_slots()],
+            2,
+            body=body,
+            num_scan_inputs=4,
+            scan_input_axes=[2, 2, 2, 1],
+            scan_output_axes=[2],
+        )
+
+    def _silu(self, x: str) -> str:
+        return self.node("Mul", [x, self.node("Sigmoid", [x])])
+
+    def _unit(self, x: str) -> str:
+        """Vectors divided by their lengths."""
+        squares = self.node("ReduceSumSquare", [x, self.constant([-1])], keepdims=1)
+        squares = self.node("Add", [squares, self._float(DELTA_EPS)])
+        return self.node("Div", [x, self.node("Sqrt", [squares])])
 
     def _state_caches(self, indices: range) -> list[str]:
         """The caches of states: the keys and values of each index in turn."""

@@ -172,6 +172,9 @@ def check_precision(manifest: Manifest) -> None:
             f"{manifest.geometry.architecture} needs; run the directory with --backend torch.": (
                 bool(missing)
             ),
+            "Plans of layers with the gated delta rule, which "
+            f"{manifest.geometry.architecture} has, are not supported; run the directory with "
+            "--backend ort or torch.": manifest.geometry.delta is not None,
             "The directory's weights have the levels of their GGUF file, for which TensorRT "
             "has no kernels; export with --quantize none or int4.": manifest.quantization.tensors,
             "The directory's weights have minimums, for which TensorRT has no kernels; export "

@@ -383,8 +383,11 @@ def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Ten
     return found
 
 
-def reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> GgufTensor | PackedTensor:
-    """A tensor with its rows in another order."""
+def reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> StoredTensor:
+    """Rows of a tensor, in this order."""
+    if isinstance(tensor, ChangedTensor):
+        shape = (len(order), *tensor.shape[1:])
+        return ChangedTensor(tensor, lambda values: values[order], shape)
     if isinstance(tensor, PackedTensor):
         return tensor.rows(order)
     if isinstance(tensor, GgufTensor):

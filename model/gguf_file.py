@@ -257,7 +257,7 @@ class GgufTensor:
 
     Args:
         stored: The stored tensor.
-        order: The stored row for each row; None for the stored order.
+        order: The stored row for each row; None for all in the stored order.
 
     Attributes:
         name: Name in the file.
@@ -267,7 +267,8 @@ class GgufTensor:
 
     def __init__(self, stored: CheckpointTensor, order: NDArray[np.int64] | None = None) -> None:
         self.name = stored.name
-        self.shape = stored.shape
+        rows = stored.shape[:1] if order is None else (len(order),)
+        self.shape = (*rows, *stored.shape[1:])
         self.nbytes = stored.nbytes
         self._stored = stored
         self._order = order
@@ -299,9 +300,8 @@ class GgufTensor:
         )
 
     def reordered(self, order: NDArray[np.int64]) -> "GgufTensor":
-        """The tensor with its rows in another order. It must be in stored order."""
-        assert self._order is None
-        return GgufTensor(self._stored, order)
+        """Rows of the tensor, in this order."""
+        return GgufTensor(self._stored, order if self._order is None else self._order[order])
 
     def matrices_below_each_other(self) -> "GgufTensor":
         """A tensor [count, rows, columns] of several matrices stacked to [count rows, columns]."""
@@ -382,7 +382,7 @@ class GgufTensor:
         """The bytes of the first rows, in order."""
         order = None if self._order is None else self._order[:count]
         last = count if order is None else int(order.max()) + 1
-        size = self.nbytes // self.shape[0]
+        size = self.nbytes // self._stored.shape[0]
         stored = self._stored.read_bytes(last * size).reshape(last, size)
         return stored if order is None else stored[order]
 

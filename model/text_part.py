@@ -16,11 +16,13 @@ class Whole(NamedTuple):
         architecture: Class in transformers.
         text: Possible types of its text model. The first is the default.
         defaults: Defaults of the text model's fields that the family has no default for.
+        tied: Default of ``tie_word_embeddings``.
     """
 
     architecture: str
     text: tuple[str, ...]
     defaults: Mapping[str, Any]
+    tied: bool = True
 
 
 _GEMMA3 = {
@@ -33,6 +35,10 @@ _GEMMA3 = {
 WHOLES = {
     "gemma3": Whole("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3),
     "mistral3": Whole("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), {}),
+    "qwen3_5": Whole("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}, tied=False),
+    "qwen3_5_moe": Whole(
+        "Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}, tied=False
+    ),
 }
 """Models of several parts, by ``model_type``."""
 _TEXT = re.compile(
@@ -69,7 +75,7 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             f"supported are {', '.join(whole.text)}"
         )
     shared = {name: raw[name] for name in _OF_ALL_PARTS if raw.get(name) is not None}
-    own = {"architectures": None, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    own = {"architectures": None, "tie_word_embeddings": raw.get("tie_word_embeddings", whole.tied)}
     return found | shared | own, whole.architecture
 
 

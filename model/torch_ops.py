@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, pad, relu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, pad, relu, scaled_dot_product_attention, silu, softplus
 
 from eesd.common.architecture import (
     CLAMP,
     CLAMPED_SLOPE,
+    DELTA_BIAS,
+    DELTA_DECAY,
+    DELTA_EPS,
+    DELTA_NORM,
+    DELTA_TAPS,
     EMBEDDING,
     SINKS,
     TAPS,
@@ -431,21 +436,101 @@ class TorchOperations:
         gate, gate_behind, given = x.chunk(3, -1)
         state = gate * given
         taps = block.geometry.taps
-        weights = self.module(f"{block.prefix}{TAPS}").weight[:, 0].float()
-        whole = self._inputs().whole
-        if not whole:
+        if not self._inputs().whole:
             self._write_states(state, block.state_caches)
+        return gate_behind * self._convolved(state, block, TAPS, taps).to(x.dtype)
+
+    def _convolved(self, state: Tensor, block: Block, name: str, taps: int) -> Tensor:
+        """The sums [B, n, columns] in float32 of a convolution over states, which the caches hold
+        first unless a pass has whole sequences."""
+        columns = state.shape[2]
+        weights = self.module(f"{block.prefix}{name}").weight[:, 0].float()
         total = torch.zeros_like(state, dtype=torch.float32)
         for tap in range(taps):
             distance = taps - 1 - tap
             if distance == 0:
                 found = state
-            elif whole:
+            elif self._inputs().whole:
                 found = pad(state, (0, 0, distance, 0))[:, : state.shape[1]]
             else:
-                found = self._read_states(self._ancestors(distance), block.state_caches)
+                slots = self._ancestors(distance)
+                found = self._read_states(slots, block.state_caches, columns)
             total = total + found.float() * weights[:, tap]
-        return gate_behind * total.to(x.dtype)
+        return total
+
+    def delta_rule(self, x: Tensor, block: Block, name: str) -> Tensor:
+        """States and outputs are computed in float32.
+
+        Torch's exponentials of float32 depend on an element's place in memory, those of float64
+        rarely do when they are rounded.
+        """
+        rule = block.geometry.delta
+        assert rule is not None
+        heads = rule.value_heads
+        mixed, gates, steps, decays = torch.split(x, [rule.mixed, rule.values, heads, heads], -1)
+        whole = self._inputs().whole
+        if not whole:
+            self._write_states(mixed, block.state_caches)
+        convolved = silu(self._convolved(mixed, block, DELTA_TAPS, rule.taps))
+        parts = torch.split(convolved, [rule.keys, rule.keys, rule.values], -1)
+        sizes = (rule.key_dim, rule.key_dim, rule.value_dim)
+        q, k, v = (_heads(one, size) for one, size in zip(parts, sizes, strict=True))
+        q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + DELTA_EPS) for one in (q, k))
+        bias = self.module(f"{block.prefix}{DELTA_BIAS}").weight.float()
+        rate = self.module(f"{block.prefix}{DELTA_DECAY}").weight.float().exp()
+        logs = -rate * softplus(decays.double() + bias).float()
+        steps = steps.double().sigmoid().float()
+        given = _Deltas(q * rule.key_dim**-0.5, k, v, steps, logs)
+        y = self._ruled_whole(given) if whole else self._ruled(given, mixed, block)
+        y = self.norm(y.to(x.dtype), block.norm(DELTA_NORM)).float().flatten(2)
+        return (y * silu(gates.float())).to(x.dtype)
+
+    def _ruled_whole(self, given: "_Deltas") -> Tensor:
+        """The outputs of whole sequences."""
+        sums = given.logs.transpose(1, 2).cumsum(-1)
+        earlier = numbers(sums, 2)[:, None] >= numbers(sums, 2)
+        decays = torch.where(earlier, sums[..., None] - sums[:, :, None], -torch.inf).exp()
+        steps = given.steps.transpose(1, 2)[..., None]
+        keys = given.k.permute(0, 2, 3, 1)
+        system = given.scores(given.k, keys, decays) * steps
+        deltas = torch.linalg.solve_triangular(
+            system, given.v.transpose(1, 2) * steps, upper=False, unitriangular=True
+        )
+        y: Tensor = given.scores(given.q, keys, decays) @ deltas
+        return y.transpose(1, 2)
+
+    def _ruled(self, given: "_Deltas", mixed: Tensor, block: Block) -> Tensor:
+        """The outputs of tokens that see others in the caches. Writes their states."""
+        rule = block.geometry.delta
+        inputs = self._inputs()
+        assert rule is not None
+        own = [mixed, given.k.flatten(2), torch.zeros_like(given.v.flatten(2)), given.logs]
+        self._write_states(torch.cat(own, -1).to(mixed.dtype), block.state_caches)
+        slots = numbers(inputs.attn_mask, 3).expand(mixed.shape[0], -1)
+        states = self._read_states(slots, block.state_caches, block.geometry.state_size).float()
+        _, keys, deltas, logs = torch.split(states, list(rule.parts), -1)
+        keys = _heads(keys, rule.key_dim).permute(0, 2, 3, 1).contiguous()
+        deltas = _heads(deltas, rule.value_dim).transpose(1, 2).contiguous()
+        # The decay of a slot's outer product until a token: of all slots that it sees after it.
+        seen = (inputs.attn_mask > MASKED / 2).expand(-1, rule.value_heads, -1, -1)
+        logs = torch.where(seen, logs.transpose(1, 2)[:, :, None], 0)
+        later = pad(logs[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        decays = torch.where(seen, later, -torch.inf).double().exp().float()
+        rows = numbers(mixed, 0)[:, None, None]
+        heads = numbers(decays, 1)[:, None]
+        v = given.v.transpose(1, 2)
+        steps = given.steps.transpose(1, 2)[..., None]
+        found = []
+        for token in range(mixed.shape[1]):  # products of one token, whatever the number of tokens
+            at = slice(token, token + 1)
+            both = torch.cat((given.k[:, at], given.q[:, at]), 1)
+            known, seen_by = torch.split(given.scores(both, keys, decays[:, :, at]), 1, 2)
+            new = (v[:, :, at] - known @ deltas) * steps[:, :, at]
+            deltas[rows, heads, inputs.own_slots[:, None, at]] = new
+            own[2][:, at] = new.transpose(1, 2).flatten(2)
+            found.append(seen_by @ deltas)
+        self._write_states(torch.cat(own, -1).to(mixed.dtype), block.state_caches)
+        return torch.cat(found, 2).transpose(1, 2)
 
     def carry_state(self, name: str) -> Tensor:
         """Returns [B, 1, 2 KV D]; zeros if there is no token before."""
@@ -460,13 +545,15 @@ class TorchOperations:
 
     def parent_state(self, name: str, written: Tensor | None = None) -> Tensor:
         """Read the states from the caches, which have the ``written`` ones, too."""
-        return self._read_states(self._ancestors(1), self.model.state_caches)
+        size = self.model.geometry.hidden_size
+        return self._read_states(self._ancestors(1), self.model.state_caches, size)
 
-    def _read_states(self, slots: Tensor, indices: range) -> Tensor:
-        """The states [B, n, hidden] in slots [B, n] of caches; zeros for -1."""
+    def _read_states(self, slots: Tensor, indices: range, size: int) -> Tensor:
+        """The first ``size`` numbers of the states in slots [B, n] of caches; zeros for -1."""
+        indices = indices[: self.model.geometry.caches_for(size)]
         caches = [part for index in indices for part in self.caches[index]]
         found = torch.cat([_read(part, slots.clamp_min(0)) for part in caches], 1)
-        states = found.transpose(1, 2).flatten(2)[..., : self.model.geometry.hidden_size]
+        states = found.transpose(1, 2).flatten(2)[..., :size]
         return torch.where((slots >= 0)[..., None], states, 0)
 
     def _ancestors(self, distance: int) -> Tensor:
@@ -487,6 +574,36 @@ class TorchOperations:
     def logits(self, x: Tensor, head: Linear, norm: Norm | None, cap: float) -> Tensor:
         logits = self.product(x, [head], "logits", norm)
         return capped(logits.float() if cap or self.wide else logits, cap)
+
+
+@dataclass
+class _Deltas:
+    """Tokens of the delta rule, in float32.
+
+    Attributes:
+        q, k: Normalized queries and keys, [B, n, key heads, key_dim].
+        v: Values [B, n, value heads, value_dim].
+        steps: Step sizes [B, n, value heads].
+        logs: Logarithms of decays, of the same shape.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    steps: Tensor
+    logs: Tensor
+
+    def scores(self, rows: Tensor, keys: Tensor, decays: Tensor) -> Tensor:
+        """Products of queries or keys with keys [B, key heads, key_dim, S], times their decays
+        [B, value heads, n, S]."""
+        group = decays.shape[1] // keys.shape[1]
+        products = rows.transpose(1, 2) @ keys
+        return products.repeat_interleave(group, 1) * decays
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    """Heads [B, n, heads, size] of x [B, n, heads size]."""
+    return x.view(*x.shape[:2], -1, size)
 
 
 def _read(cache: Tensor, slots: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ compared with those of the graph on disk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.architecture import (
+    DELTA_BIAS,
+    DELTA_DECAY,
+    DELTA_NORM,
+    DELTA_TAPS,
     SINKS,
     TAPS,
     XIELU,
@@ -43,7 +47,7 @@ from eesd.common.weights import (
 from eesd.export.activations import activated, xielu
 from eesd.export.cpu.panels import PLANES, UPPER
 from eesd.runtime.engines.cpu_build import WEIGHTS
-from eesd.runtime.engines.cpu_cache import slots_of
+from eesd.runtime.engines.cpu_cache import slots_of, states_at
 from eesd.runtime.engines.operators import DOMAIN
 
 GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
@@ -343,6 +347,23 @@ class _Builder:
         given = [x, "tokens", "paths", weight]
         return self._states("Convolution", given, name, block.cache, block.geometry.hidden_size)
 
+    def delta_rule(self, x: str, block: Block, name: str) -> str:
+        rule = block.geometry.delta
+        assert rule is not None
+        parts = (DELTA_TAPS, DELTA_DECAY, DELTA_BIAS, DELTA_NORM)
+        weights = [self._small(f"{block.prefix}{part}.weight") for part in parts]
+        return self._states(
+            "DeltaRule",
+            [x, "tokens", "paths", *weights],
+            name,
+            block.cache,
+            block.geometry.state_size,
+            **asdict(rule),
+            states_at=states_at(self.manifest)[block.cache].start,
+            keeps=int(not self._draft),
+            epsilon=block.geometry.rms_norm_eps,
+        )
+
     def write_state(self, x: str, name: str) -> str:
         return self._head_states("WriteState", [x, "tokens"], name)
 
@@ -359,7 +380,9 @@ class _Builder:
         size = geometry.hidden_size if head.eagle else self._model.state_width
         return self._states(kind, inputs, output, self._model.state_caches[0], size)
 
-    def _states(self, kind: str, inputs: Sequence[str], output: str, cache: int, size: int) -> str:
+    def _states(
+        self, kind: str, inputs: Sequence[str], output: str, cache: int, size: int, **more: Any
+    ) -> str:
         """A node that writes or reads states of ``size`` values, in the caches from ``cache``
         on."""
         geometry = self._geometry
@@ -372,6 +395,7 @@ class _Builder:
             slots=slots_of(self.manifest),
             layer=cache,
             size=size,
+            **more,
         )
 
     def last(self, x: str) -> str:

@@ -28,7 +28,9 @@ from eesd.model.families.phi3 import PHI3
 from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen2_moe import QWEN2_MOE
 from eesd.model.families.qwen3 import QWEN3
+from eesd.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from eesd.model.families.qwen3_moe import QWEN3_MOE
+from eesd.model.families.qwen3_next import QWEN3_NEXT
 from eesd.model.families.seed_oss import SEED_OSS
 from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.families.stablelm import STABLELM
@@ -71,7 +73,18 @@ _DENSE = (
     STARCODER2,
     CWM,
     VAULTGEMMA,
+    QWEN3_5,
 )
-_MIXED = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)
+_MIXED = (
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    QWEN2_MOE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GPT_OSS,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
 """Families by ``model_type``."""

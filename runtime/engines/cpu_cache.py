@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
+from eesd.common.geometry import DELTA
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Values
 
@@ -23,6 +24,9 @@ TILE = 16
 """Number of slots in a tile."""
 KEPT = 64 << 20
 """Bytes that a cache may keep when another text begins; pages beyond them are released."""
+HEADER = 64
+"""Bytes before the states of a layer: the number of slots after which each stands, and which one is
+committed."""
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE, with which reserved addresses do not count as memory."""
 
@@ -33,8 +37,36 @@ def slots_of(manifest: Manifest) -> int:
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
+def tile_bytes(manifest: Manifest) -> int:
+    """Bytes of all tiles of a cache of float32."""
+    geometry = manifest.geometry
+    width = -(-geometry.head_dim // TILE) * TILE
+    return 8 * manifest.num_caches * geometry.num_kv_heads * slots_of(manifest) * width
+
+
+def states_at(manifest: Manifest) -> dict[int, range]:
+    """Where the states of layers with the delta rule lie in a cache of float32, in bytes from its
+    start, by the index of a layer's first cache."""
+    geometry = manifest.geometry
+    rule = geometry.delta
+    if rule is None:
+        return {}
+    width = -(-rule.value_dim // TILE) * TILE
+    size = HEADER + 8 * rule.value_heads * rule.key_dim * width
+    layers = [one for one in range(geometry.num_layers) if geometry.kind(one) == DELTA]
+    start = tile_bytes(manifest)
+    return {
+        geometry.caches_of(layer).start: range(start + size * at, start + size * (at + 1))
+        for at, layer in enumerate(layers)
+    }
+
+
 class CpuKVCache:
     """The keys and values of one sequence.
+
+    Layers with the delta rule have records instead, in the memory of their tiles, and two states
+    after all tiles: ``DeltaRule`` in ``runtime/operators/operators.cpp``. States follow from
+    records, so nothing but records is moved or kept.
 
     Args:
         manifest: Manifest of the engine directory.
@@ -52,6 +84,11 @@ class CpuKVCache:
 
     def __init__(self, manifest: Manifest, dtype: str = "float32") -> None:
         geometry = manifest.geometry
+        if geometry.delta is not None and dtype != "float32":
+            raise EESDError(
+                f"{geometry.architecture} needs a KV cache of float32, because its states are "
+                f"computed from it; {dtype} was given."
+            )
         self.dtype = np.dtype(dtype)
         self.slots = slots_of(manifest)
         self.limit = manifest.max_seq_len
@@ -71,14 +108,18 @@ class CpuKVCache:
             | mmap.MAP_ANONYMOUS
             | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
         )
+        states = states_at(manifest)
+        size_of_tiles = tiles * self._tile_bytes
+        total = max([size_of_tiles, *(place.stop for place in states.values())])
         try:
-            self._map = mmap.mmap(-1, tiles * self._tile_bytes, flags=flags)
+            self._map = mmap.mmap(-1, total, flags=flags)
         except (OSError, ValueError, OverflowError):
-            mebibytes = tiles * self._tile_bytes >> 20
+            mebibytes = total >> 20
             raise EESDError(
                 f"There are no {mebibytes} MiB of addresses for a cache of {self.slots} slots."
             ) from None
-        memory = np.frombuffer(self._map, np.int8).reshape(*shape, tiles, -1)
+        whole = np.frombuffer(self._map, np.int8)
+        memory = whole[:size_of_tiles].reshape(*shape, tiles, -1)
         self.address = int(memory.ctypes.data)
         keys, values = np.moveaxis(memory[..., :scales_at].view(self.dtype), 1, 0)
         self._keys = keys.reshape(*keys.shape[:3], width // pair, TILE, pair)[
@@ -87,6 +128,14 @@ class CpuKVCache:
         self._values = values.reshape(*keys.shape[:3], TILE // pair, width, pair)[..., :size, :]
         self._scales = memory[..., scales_at:].reshape(*shape, tiles, TILE, scale)
         self._used = 0
+        self._after = [whole[at.start :][:16].view(np.int64) for at in states.values()]
+        self._records: dict[int, NDArray[np.float32]] = {}
+        for first in states:
+            part = (geometry.state_caches, *shape[1:], size)
+            rows = memory[first : first + part[0]].view(np.float32).reshape(self.slots, -1)
+            self._records[first] = rows[:, : prod(part)].reshape(self.slots, *part)
+        starts = [0, *(first + geometry.state_caches for first in states)]
+        self._tiled = [*map(slice, starts, [*states, shape[0]])]
 
     def reserve(self, slots: int) -> None:
         if slots > self.limit:
@@ -100,6 +149,12 @@ class CpuKVCache:
         if self._used * self._tile_bytes > KEPT * TILE and hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
         self._used = 0
+        self._drop_states(0)
+
+    def _drop_states(self, start: int) -> None:
+        """Drop states after slots from ``start`` on, which are about to change."""
+        for after in self._after:
+            after[after > start] = 0
 
     def compact(self, start: int, sources: list[int]) -> None:
         self.fill(start, self._gather(np.array(sources, np.intp)))
@@ -109,7 +164,7 @@ class CpuKVCache:
 
     def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
-        [found] = self._gather(np.arange(self.slots), slice(index, index + 1))
+        found = self._gather(np.arange(self.slots))[index]
         if self._scales.shape[-1]:
             found = found[..., :-4] * np.ascontiguousarray(found[..., -4:]).view(np.float32)
         return found[0][None].copy(), found[1][None].copy()
@@ -121,19 +176,25 @@ class CpuKVCache:
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
         size, pair = self._values.shape[-2:]
-        tiles, rows = np.divmod(np.arange(start, start + values.shape[3]), TILE)
-        # NumPy puts the slots first if index arrays and slices are mixed.
-        keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
-        self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
-        self._values[:, :, tiles, rows // pair, :, rows % pair] = own
-        self._scales[..., tiles, rows, :] = values[..., size:]
+        slots = np.arange(start, start + values.shape[3])
+        tiles, rows = np.divmod(slots, TILE)
+        self._drop_states(start)
+        for first, records in self._records.items():
+            records[slots] = values[first : first + records.shape[1]].transpose(3, 0, 1, 2, 4)
+        for layers in self._tiled:
+            # NumPy puts the slots first if index arrays and slices are mixed.
+            keys, own = values[layers, ..., :size].transpose(1, 3, 0, 2, 4)
+            keys = keys.reshape(*keys.shape[:3], size // pair, pair)
+            self._keys[layers, :, tiles, :, rows] = keys
+            self._values[layers, :, tiles, rows // pair, :, rows % pair] = own
+            self._scales[layers][..., tiles, rows, :] = values[layers, ..., size:]
 
-    def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> Values:
+    def _gather(self, slots: NDArray[np.intp]) -> Values:
         size, pair = self._values.shape[-2:]
         tiles, rows = np.divmod(slots, TILE)
-        keys = self._keys[layers, :, tiles, :, rows]
-        values = self._values[layers, :, tiles, rows // pair, :, rows % pair]
+        keys = self._keys[:, :, tiles, :, rows]
+        values = self._values[:, :, tiles, rows // pair, :, rows % pair]
         found = np.stack((keys.reshape(*keys.shape[:3], size), values)).transpose(2, 0, 3, 1, 4)
-        return np.concatenate(
-            (found, self._scales[layers][..., tiles, rows, :].view(self.dtype)), -1
-        )
+        for first, records in self._records.items():
+            found[first : first + records.shape[1]] = records[slots].transpose(1, 2, 3, 0, 4)
+        return np.concatenate((found, self._scales[..., tiles, rows, :].view(self.dtype)), -1)

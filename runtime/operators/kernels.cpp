@@ -13,7 +13,7 @@ extern const Kernels JOIN(EESD_KERNELS, _kernels);
 
 #ifdef EESD_MISSING
 const eesd::Kernels eesd::JOIN(EESD_KERNELS, _kernels) = {
-    STRING(EESD_KERNELS), [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    STRING(EESD_KERNELS), [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #else
 #include <math.h>
 #if defined __x86_64__ || defined _M_X64
@@ -47,9 +47,11 @@ namespace {
 #include "topk.h"
 //
 #include "experts.h"
+//
+#include "delta.h"
 }  // namespace
 
 const Kernels JOIN(EESD_KERNELS, _kernels) = {
-    STRING(EESD_KERNELS), supported, prepare, multiply, write, attend, finish, top, route, combine};
+    STRING(EESD_KERNELS), supported, prepare, multiply, write, attend, finish, top, route, combine, mix, step};
 }  // namespace eesd
 #endif

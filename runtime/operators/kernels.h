@@ -217,6 +217,28 @@ struct Combination {
   float *y;
 };
 
+// Tokens of the gated delta rule. A record in the cache is what a token keeps in its slot: the inputs of the convolution, keys,
+// deltas, and the logarithms of decays. A state of a head is [key_dim, width].
+constexpr float DELTA_EPSILON = 1e-6f;
+struct DeltaRule {
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  int64_t width;  // value_dim, rounded up to a multiple of 16
+  float epsilon;
+  const float *weights, *decay, *bias, *norm;  // [taps, mixed], [value_heads] twice, [value_dim]
+  const float *x;                              // [tokens, columns]: mixed, gates, rates, decays
+  float *const *records;                       // [tokens]
+  const float *const *before;                  // [tokens, taps - 1]: inputs of earlier tokens, the latest first; null: there is none
+  float *convolved;                            // [tokens, mixed]
+  float *y;                                    // [tokens, values]
+
+  [[gnu::always_inline]] int64_t keys() const { return key_heads * key_dim; }
+  [[gnu::always_inline]] int64_t values() const { return value_heads * value_dim; }
+  [[gnu::always_inline]] int64_t mixed() const { return 2 * keys() + values(); }
+  [[gnu::always_inline]] int64_t columns() const { return mixed() + values() + 2 * value_heads; }
+  [[gnu::always_inline]] int64_t record_size() const { return mixed() + keys() + values() + value_heads; }
+  [[gnu::always_inline]] int64_t state_size() const { return key_dim * width; }
+};
+
 struct Kernels {
   const char *name;
   bool (*supported)();
@@ -228,6 +250,8 @@ struct Kernels {
   void (*top)(const TopK &, int64_t first_row, int64_t last_row);
   void (*route)(const Routing &, int64_t first_row, int64_t last_row);
   void (*combine)(const Combination &, int64_t first_row, int64_t last_row);
+  void (*mix)(const DeltaRule &, int64_t first_token, int64_t last_token);
+  void (*step)(const DeltaRule &, int64_t token, float *record, int64_t stride, int64_t count, int64_t head, const float *from, float *to);
 };
 
 extern const Kernels avx512_kernels, avx2vnni_kernels, avx2_kernels, i8mm_kernels, neon_kernels, scalar_kernels;

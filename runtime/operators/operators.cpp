@@ -6,7 +6,9 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <memory>
 
 namespace eesd {
 namespace {
@@ -439,6 +441,9 @@ class DeepCache {
   }
 
   int64_t size() const { return size_; }
+  // Without tiles: where the first layer begins, and the floats of a slot in all layers that a state takes.
+  int64_t first_float() const { return 2 * layer_ * kv_heads_ * slots_ * width(); }
+  int64_t slot_floats() const { return (size_ + 2 * kv_heads_ * head_dim_ - 1) / (2 * kv_heads_ * head_dim_) * 2 * kv_heads_ * width(); }
 
   // The number of tokens, after a check of all their numbers, because these become addresses.
   int64_t checked(const Tensor &tokens) const {
@@ -512,9 +517,11 @@ class DeepCache {
   }
 
  private:
+  int64_t width() const { return (head_dim_ + 15) / 16 * 16; }
+
   // Call work(i, count, scale or null, cell) for the rows of a slot's state: cell(d) holds number i + d, for d from 0 to count - 1.
   template <typename Work> void rows(void *cache, int64_t slot, const Work &work) const {
-    const int64_t width = (head_dim_ + 15) / 16 * 16;
+    const int64_t width = this->width();
     with_cells(cells_, [&](auto of) {
       using Cell = decltype(of);
       for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++, i += head_dim_) {  // h: of keys or of values, over all layers
@@ -655,6 +662,201 @@ class Convolve {
   const float *weights_;
 };
 
+// x [T, columns], tokens [T, 5] int64, paths [T, P] int32, weights [mixed, 1, taps], logarithms of decays and biases [value_heads],
+// norm [value_dim] -> y [T, values]: the gated delta rule. Each token's record is written into its slot, and states are recomputed from
+// records. Behind the tiles of a cache lie, for each layer with the rule, a header and two states of all heads. A header has the number
+// of slots after which each state stands (0: it holds nothing), and which of the two is the committed one.
+class Rule {
+ public:
+  static constexpr const char *name = "DeltaRule";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit Rule(const Node &node)
+      : cache_(node), states_at_(node.integer("states_at")), keeps_(node.integer("keeps") != 0),
+        slot_floats_(cache_.slot_floats()) {
+    check(settings.cells == FLOATS, "the delta rule needs caches of float32");
+    check(states_at_ >= 0 && states_at_ % 64 == 0 && states_at_ < int64_t{1} << 46, "states are not aligned to 64 bytes");
+    job_.key_heads = positive(node, "key_heads");
+    job_.value_heads = positive(node, "value_heads");
+    job_.key_dim = positive(node, "key_dim");
+    job_.value_dim = positive(node, "value_dim");
+    job_.taps = positive(node, "taps");
+    job_.epsilon = node.real("epsilon");
+    check(job_.key_dim <= MAX_WIDTH && job_.value_dim <= MAX_WIDTH && job_.taps <= 16 && job_.value_heads <= 4096 &&
+              job_.value_heads % job_.key_heads == 0, "the sizes of the delta rule are out of range");
+    check(cache_.size() == job_.record_size(), "a record has another size");
+    job_.width = (job_.value_dim + 15) / 16 * 16;
+    const float *weights = node.floats(3, job_.mixed() * job_.taps, "the weights of a convolution have another size");
+    job_.decay = node.floats(4, job_.value_heads, "decays have another size");
+    job_.bias = node.floats(5, job_.value_heads, "biases have another size");
+    job_.norm = node.floats(6, job_.value_dim, "the norm has another size");
+    check(weights && job_.decay && job_.bias && job_.norm, "the delta rule has no weights");
+    for (int64_t tap = 0; tap < job_.taps; tap++)
+      for (int64_t i = 0; i < job_.mixed(); i++) weights_.push_back(weights[i * job_.taps + tap]);
+  }
+
+  void run(const Call &call) const {
+    const Tensor x = call.input(0), tokens = call.input(1), paths = call.input(2);
+    const int64_t count = cache_.checked(tokens), before = job_.taps - 1, heads = job_.value_heads;
+    check(x.type == ort::FLOAT && x.size() == count * job_.columns(), "x has another size");
+    const std::vector<int64_t> parents = cache_.ancestors(tokens, paths, std::max<int64_t>(before, 1));
+    std::vector<Run> runs = read_runs(tokens, paths, parents);
+    Scratch memory(Scratch::bytes_of<float>(count * job_.mixed()) + 2 * Scratch::bytes_of<float *>(count * job_.taps) + 64);
+    DeltaRule job = job_;
+    job.weights = weights_.data();
+    job.x = x.floats();
+    job.y = call.output<float>(0, {count, job.values()});
+    job.convolved = memory.take<float>(count * job.mixed());
+    float **records = memory.take<float *>(count);
+    const float **earlier = memory.take<const float *>(count * before);
+    job.records = records, job.before = earlier;
+    for (const Run &run : runs)
+      for (int64_t i = 0; i < run.count; i++) {
+        const int64_t t = run.row + i;
+        records[t] = record(run, run.slot + i);
+        for (int64_t d = 0; d < before; d++) {
+          const int64_t slot = parents[static_cast<size_t>(t * before + d)];
+          if (slot < 0) earlier[t * before + d] = nullptr;
+          else if (slot < run.slot) earlier[t * before + d] = record(run, slot);
+          else earlier[t * before + d] = job.x + (run.row + slot - run.slot) * job.columns();
+        }
+      }
+    call.parallel(count, count < 2 ? 1 : settings_.threads, [&](int64_t first, int64_t last) { settings_.kernels->mix(job, first, last); });
+    const int64_t units = static_cast<int64_t>(runs.size()) * heads;
+    std::atomic<bool> fits{true};
+    call.parallel(units, units, [&](int64_t first, int64_t last) {
+      for (int64_t unit = first; unit < last; unit++)
+        if (!advance(job, runs[static_cast<size_t>(unit / heads)], unit % heads)) fits = false;
+    });
+    check(fits, "there is not enough memory for the states of a tree");
+    for (const Run &run : runs) run.finish(keeps_);
+  }
+
+ private:
+  struct Header {
+    int64_t after[2];   // slots
+    int64_t committed;  // which state no draft changes
+  };
+
+  // Where a state begins that no earlier token of the call has: `after` slots, then those of the path.
+  struct Start {
+    int64_t parent;             // its row in the run; -1: the state comes from slots before the call
+    int64_t after;              // the first so many slots precede it
+    std::vector<int64_t> more;  // then these
+  };
+
+  // Consecutive tokens of one cache.
+  struct Run {
+    char *cache;
+    Header *header;
+    int64_t row, count, slot;
+    bool chain;                 // whether each token follows the one in the slot before it
+    std::vector<Start> starts;  // of each token
+    int64_t source, after, target;  // the state that is read, its slots, and the one that the last token of a chain gets
+
+    void finish(bool keeps) const {
+      if (keeps) header->committed = source, header->after[source] = copies(keeps) ? slot + count : slot;
+      if (chain) header->after[target] = slot + count;
+    }
+    // Whether the tokens are a piece of a prompt, of which none is rejected: a draft then needs no state before them.
+    bool copies(bool keeps) const { return keeps && chain && count > MANY; }
+  };
+
+  float *record(const Run &run, int64_t slot) const {
+    return reinterpret_cast<float *>(run.cache) + cache_.first_float() + slot * slot_floats_;
+  }
+  float *state(const Run &run, int64_t which, int64_t head) const {
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(run.header) + 64) + (which * job_.value_heads + head) * job_.state_size();
+  }
+
+  // The runs of a call. States that would be of other tokens than those before the run are dropped.
+  std::vector<Run> read_runs(const Tensor &tokens, const Tensor &paths, const std::vector<int64_t> &parents) const {
+    std::vector<Run> runs;
+    const int64_t *row = static_cast<const int64_t *>(tokens.data), most = std::max<int64_t>(job_.taps - 1, 1);
+    const int32_t *path = static_cast<const int32_t *>(paths.data);
+    for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5, path += paths.shape[1]) {
+      char *cache = reinterpret_cast<char *>(row[0]);
+      if (!t || cache != runs.back().cache) {
+        runs.push_back({cache, reinterpret_cast<Header *>(cache + states_at_), t, 0, row[2], true, {}, 0, 0, 0});
+      }
+      Run &run = runs.back();
+      check(row[2] == run.slot + run.count, "the slots of a sequence do not follow each other");
+      check(row[3] + row[4] > 0 && row[3] + row[4] <= row[2] + 1, "a token sees later slots");
+      const int64_t parent = parents[static_cast<size_t>(t * most)];
+      Start start = {parent >= run.slot ? parent - run.slot : -1, std::min(row[3], run.slot), {}};
+      check(parent < row[2], "a token follows a later one");
+      for (int64_t i = 0; start.parent < 0 && i < row[4] && path[i] < run.slot; i++) {
+        cache_.checked_slot(path[i]);
+        if (path[i] == start.after && start.more.empty()) start.after++;
+        else start.more.push_back(path[i]);
+      }
+      run.chain = run.chain && row[3] + row[4] == row[2] + 1;
+      run.starts.push_back(start);
+      run.count++;
+    }
+    for (Run &run : runs) plan(run);
+    return runs;
+  }
+
+  // Choose the states of a run. Those that it writes hold nothing until it ends.
+  void plan(Run &run) const {
+    int64_t least = run.slot;
+    for (const Start &start : run.starts)
+      if (start.parent < 0) least = std::min(least, start.after);
+    check(!keeps_ || least == run.slot, "a token does not see all tokens before the call");
+    int64_t *after = run.header->after;
+    const int64_t committed = run.header->committed != 0;
+    const auto usable = [&](int64_t which) { return after[which] <= least ? after[which] : 0; };
+    for (int64_t which : {0, 1})
+      if (after[which] < 0 || after[which] > run.slot) after[which] = 0;
+    run.source = usable(1 - committed) > usable(committed) ? 1 - committed : committed;
+    run.after = usable(run.source);
+    run.target = 1 - (keeps_ ? run.source : committed);
+    if (keeps_) after[run.source] = 0;
+    if (run.chain || (!keeps_ && !run.after)) after[run.target] = 0;
+  }
+
+  // Compute the tokens of a run for one head. Returns false without memory for a tree.
+  bool advance(const DeltaRule &job, const Run &run, int64_t head) const {
+    float *target = state(run, run.target, head), *to = keeps_ ? state(run, run.source, head) : target;
+    const float *from = state(run, run.source, head);
+    const auto size = static_cast<size_t>(job.state_size());
+    // Steps over some slots, of tokens of the call from a row on or, if that is -1, of earlier ones.
+    const auto step = [&](int64_t row, int64_t slot, int64_t count, float *into) {
+      if (count <= 0) return;
+      settings_.kernels->step(job, row, record(run, slot), slot_floats_, count, head, from, into);
+      from = into;
+    };
+    if (!run.after) std::fill(to, to + size, 0.f), from = to;
+    int64_t after = run.after;
+    if (keeps_ || run.chain) step(-1, after, run.slot - after, to), after = run.slot;
+    if (run.chain) {
+      step(run.row, run.slot, run.count, target);
+      if (run.copies(keeps_)) std::copy(target, target + size, to);
+      return true;
+    }
+    const std::unique_ptr<float[]> states(new (std::nothrow) float[size * static_cast<size_t>(run.count)]);
+    if (!states) return false;
+    const float *base = from;
+    for (int64_t i = 0; i < run.count; i++) {
+      const Start &start = run.starts[static_cast<size_t>(i)];
+      float *own = states.get() + size * static_cast<size_t>(i);
+      from = start.parent < 0 ? base : states.get() + size * static_cast<size_t>(start.parent);
+      if (start.parent < 0) step(-1, after, start.after - after, own);
+      for (int64_t slot : start.more) step(-1, slot, 1, own);
+      step(run.row + i, run.slot + i, 1, own);
+    }
+    return true;
+  }
+
+  const Settings settings_ = settings;
+  DeepCache cache_;
+  int64_t states_at_;
+  bool keeps_;
+  int64_t slot_floats_;
+  DeltaRule job_ = {};
+  std::vector<float> weights_;
+};
+
 // logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without `ids`, columns are returned in their place.
 class Choose {
  public:
@@ -761,7 +963,7 @@ EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::Api
     for (const ort::CustomOp *op :
          {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Mixture>(), eesd::custom_op<eesd::Attend>(),
           eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>(),
-          eesd::custom_op<eesd::ParentState>(), eesd::custom_op<eesd::Convolve>()})
+          eesd::custom_op<eesd::ParentState>(), eesd::custom_op<eesd::Convolve>(), eesd::custom_op<eesd::Rule>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
     return wrong ? nullptr : made;
   }();

@@ -226,6 +226,43 @@ static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t c
   }
 }
 
+// Tokens of the delta rule that follow each other, in two calls; then the state of all of them again, from their records.
+static void check_delta(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps) {
+  if (left_out()) return;
+  const int64_t count = 5, first = 2;
+  DeltaRule job = {key_heads, value_heads, key_dim, value_dim, taps, (value_dim + 15) / 16 * 16, 1e-5f, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  Exact<float> weights(taps * job.mixed()), decay(value_heads), bias(value_heads), norm(value_dim), x(count * job.columns());
+  Exact<float> expected(count * job.values());
+  fill(weights), fill(decay), fill(bias), fill(norm), fill(x);
+  for (const Kernels *kernels : every) {
+    if (!kernels->supported()) continue;
+    Exact<float> records(count * job.record_size()), convolved(count * job.mixed()), y(count * job.values());
+    Exact<float> state(value_heads * job.state_size()), again(value_heads * job.state_size());
+    std::vector<float *> own;
+    std::vector<const float *> before;
+    for (int64_t t = 0; t < count; t++) {
+      own.push_back(records.get() + t * job.record_size());
+      for (int64_t distance = 1; distance < taps; distance++)
+        before.push_back(distance <= t ? x.get() + (t - distance) * job.columns() : nullptr);
+    }
+    job.weights = weights.get(), job.decay = decay.get(), job.bias = bias.get(), job.norm = norm.get(), job.x = x.get();
+    job.records = own.data(), job.before = before.data(), job.convolved = convolved.get(), job.y = y.get();
+    kernels->mix(job, first, count);
+    kernels->mix(job, 0, first);
+    for (int64_t h = 0; h < value_heads; h++) {
+      float *to = state.get() + h * job.state_size(), *other = again.get() + h * job.state_size();
+      kernels->step(job, 0, own[0], job.record_size(), first, h, to, to);
+      kernels->step(job, first, own[first], job.record_size(), count - first, h, to, to);
+      kernels->step(job, -1, own[0], job.record_size(), count, h, other, other);
+    }
+    char what[80];
+    snprintf(what, sizeof what, "delta rule, %d and %d heads of %d, %d", (int)key_heads, (int)value_heads, (int)key_dim, (int)value_dim);
+    compare(what, "a replay", again, state);
+    if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
+    else compare(what, kernels->name, y, expected);
+  }
+}
+
 int main(int count, char **arguments) {
   if (count > 1) stride = atoi(arguments[1]);
   for (const Kernels *kernels : every)
@@ -254,6 +291,7 @@ int main(int count, char **arguments) {
       if (k <= columns) check_top(3, columns, k);
   for (int64_t columns : {1, 16, 33})
     for (int64_t experts : {1, 8, 17, 130}) check_experts(3, experts, (experts + 6) / 7, columns, columns % 2);
+  check_delta(1, 1, 1, 1, 1), check_delta(1, 3, 5, 16, 4), check_delta(2, 4, 20, 33, 3), check_delta(2, 2, 33, 130, 2);
   if (!failures) printf("equal bits, %016llx\n", (unsigned long long)checksum);
   return failures != 0;
 }

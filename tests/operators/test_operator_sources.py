@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import specification
+from support.delta_layer import check_rounds
 from support.operators import (
     Attention,
     Mixture,
@@ -286,6 +287,11 @@ def check_experts(path: Path) -> None:
         check_mixture(Mixture(own, used, normed, residual=True), path, True, ["scalar"])
 
 
+def check_delta(path: Path) -> None:
+    """Drafts and verify calls in chains and trees, with rejected tokens."""
+    check_rounds(path, (2, 4, 20, 17, 3))
+
+
 MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "wrong ancestor": (
         "attention.h",
@@ -521,6 +527,66 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "7.5f - (float)w.zero",
         "-(float)w.zero",
         check_products,
+    ),
+    "keys not divided by their length": (
+        "delta.h",
+        "make_unit(convolved + keys + at, 1.f",
+        "make_unit(convolved + keys + at, 2.f",
+        check_delta,
+    ),
+    "taps in another order": (
+        "delta.h",
+        "(job.taps - 1 - distance) * mixed",
+        "distance * mixed",
+        check_delta,
+    ),
+    "softplus without its correction": (
+        "delta.h",
+        "logarithm(sum) * lane[0] / (sum - 1.f)",
+        "logarithm(sum)",
+        check_delta,
+    ),
+    "values that the state does not know": (
+        "delta.h",
+        "mul(sub(delta[c], sum[c]), rate)",
+        "mul(delta[c], rate)",
+        check_delta,
+    ),
+    "decay after the step": (
+        "delta.h",
+        "fma(all(key[k]), delta[c], mul(load(from + at), decay))",
+        "mul(fma(all(key[k]), delta[c], load(from + at)), decay)",
+        check_delta,
+    ),
+    "a key of another group": (
+        "delta.h",
+        "head / (job.value_heads / job.key_heads)",
+        "head % job.key_heads",
+        check_delta,
+    ),
+    "a state of rejected tokens": (
+        "operators.cpp",
+        "if (after[which] < 0 || after[which] > run.slot) after[which] = 0;",
+        "if (after[which] < 0) after[which] = 0;",
+        check_delta,
+    ),
+    "a draft changes the committed state": (
+        "operators.cpp",
+        "run.target = 1 - (keeps_ ? run.source : committed);",
+        "run.target = keeps_ ? 1 - run.source : committed;",
+        check_delta,
+    ),
+    "a tree without its path": (
+        "operators.cpp",
+        "for (int64_t slot : start.more) step(-1, slot, 1, own);",
+        "",
+        check_delta,
+    ),
+    "a convolution of slots, not of paths": (
+        "operators.cpp",
+        "earlier[t * before + d] = record(run, slot);",
+        "earlier[t * before + d] = record(run, std::max<int64_t>(run.slot + i - d - 1, 0));",
+        check_delta,
     ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }

@@ -46,9 +46,10 @@ class FamilyCase:
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)
-        if "gemma" in self.model_type:  # stores its norms minus 1
-            for name, parameter in model.named_parameters():
-                parameter.data -= float(name.endswith("norm.weight"))
+        if "gemma" in self.model_type or "linear" in str(self.options.get("layer_types")):
+            for name, parameter in model.named_parameters():  # stores its norms minus 1
+                less = name.endswith("norm.weight") and ".linear_attn." not in name
+                parameter.data -= float(less)
         shard = random.Random(-self.seed).choice(("1GB", "20KB"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
         model.to(dtype).save_pretrained(
@@ -434,6 +435,45 @@ def _qwen2_moe(rng: random.Random, sizes: Options) -> Options:
     return own | {"shared_expert_intermediate_size": rng.choice((8, 13, 48))}
 
 
+def _qwen3_5(rng: random.Random, sizes: Options) -> Options:
+    layers = sizes["num_hidden_layers"]
+    kinds = ["linear_attention", *rng.choices(("linear_attention", "full_attention"), k=layers - 1)]
+    attends = rng.randrange(1, layers)
+    kinds[attends] = "full_attention"
+    keys, values = rng.choice(((1, 1), (2, 2), (1, 3), (2, 4), (3, 3)))
+    size = rng.choice((8, 16))
+    part = rng.choice((1.0, 0.25, 0.5))
+    rope = rng.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}))
+    return _biases(rng, "attention_bias") | {
+        "rope_parameters": rope | {"rope_theta": 1e4, "partial_rotary_factor": part},
+        "head_dim": size,
+        "layer_types": kinds,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": rng.choice((8, 12, 5)),
+        "linear_value_head_dim": rng.choice((8, 20, 7)),
+        "linear_conv_kernel_dim": rng.choice((4, 4, 1, 2, 3)),
+    }
+
+
+def _qwen3_5_moe(rng: random.Random, sizes: Options) -> Options:
+    count, used = _experts(rng)
+    del sizes["intermediate_size"]
+    return _qwen3_5(rng, sizes) | {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": rng.choice((8, 13, 32)),
+        "shared_expert_intermediate_size": rng.choice((8, 13, 48)),
+    }
+
+
+def _qwen3_next(rng: random.Random, sizes: Options) -> Options:
+    mixed = _qwen2_moe(rng, sizes) | _biases(rng, "norm_topk_prob")
+    for name in ("qkv_bias", "use_sliding_window", "sliding_window"):
+        del mixed[name]
+    return mixed | _qwen3_5(rng, sizes)
+
+
 def _granite_moe(rng: random.Random, sizes: Options) -> Options:
     count, used = _experts(rng)
     own = {key: one for key, one in _granite(rng, sizes).items() if key != "mlp_bias"}
@@ -491,6 +531,9 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "cwm": _cwm,
     "vaultgemma": _gemma2,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe_shared,
     "gpt_oss": _gpt_oss,

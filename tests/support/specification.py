@@ -398,3 +398,89 @@ def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
         fma(total[1], old, part[1] * new),
         fma(total[2], old[:, None], part[2] * new[:, None]),
     ]
+
+
+@dataclass
+class Rule:
+    """A layer with the gated delta rule, for one path of tokens.
+
+    Attributes:
+        key_heads, value_heads, key_dim, value_dim: Its sizes.
+        weights: Weights of the convolution [mixed, taps].
+        decay, bias: Logarithms of decays, and what is added to their inputs, [value_heads].
+        norm: Weight of the norm [value_dim].
+        epsilon: Epsilon of the norm.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    weights: Floats
+    decay: Floats
+    bias: Floats
+    norm: Floats
+    epsilon: float
+
+    def outputs(self, x: Floats) -> Floats:
+        """The outputs [T, values] of tokens x [T, columns] that follow each other."""
+        heads = self.value_heads
+        keys = self.key_heads * self.key_dim
+        values = heads * self.value_dim
+        mixed, gates, steps, decays = np.split(
+            x, np.cumsum([2 * keys + values, values, heads]), axis=1
+        )
+        q, k, v = np.split(self._convolved(mixed), [keys, 2 * keys], axis=1)
+        scale = np.float32(1) / np.sqrt(np.float32(self.key_dim))
+        q = _unit(q.reshape(len(x), -1, self.key_dim)) * scale
+        k = _unit(k.reshape(len(x), -1, self.key_dim)) * np.float32(1)
+        group = heads // self.key_heads
+        q, k = (np.repeat(one, group, 1) for one in (q, k))
+        v = v.reshape(len(x), heads, -1)
+        logs = (0 - _softplus(decays + self.bias)) * exponential(self.decay)
+        states = np.zeros((heads, self.key_dim, self.value_dim), np.float32)
+        y = np.zeros_like(v)
+        for t in range(len(x)):
+            states = states * exponential(logs[t])[:, None, None]
+            known = np.zeros_like(v[t])
+            for i in range(self.key_dim):
+                known = fma(states[:, i], k[t, :, i, None], known)
+            delta = (v[t] - known) * _logistic(steps[t])[:, None]
+            states = fma(k[t, :, :, None], delta[:, None], states)
+            for i in range(self.key_dim):
+                y[t] = fma(states[:, i], q[t, :, i, None], y[t])
+        normed = normalize(y, self.norm, self.epsilon).reshape(len(x), -1)
+        return normed * (gates / (np.float32(1) + exponential(0 - gates)))
+
+    def _convolved(self, x: Floats) -> Floats:
+        taps = self.weights.shape[1]
+        total = np.zeros_like(x)
+        for distance in reversed(range(taps)):
+            there = x[: max(len(x) - distance, 0)]
+            weight = self.weights[:, taps - 1 - distance]
+            total[distance:] = fma(weight, there, total[distance:])
+        return total / (np.float32(1) + exponential(0 - total))
+
+
+def _unit(x: Floats) -> Floats:
+    """x [..., n] divided by its length."""
+    squares = np.zeros((*x.shape[:-1], 16), np.float32)
+    split = lanes(x)
+    for i in range(split.shape[-2]):
+        squares = fma(split[..., i, :], split[..., i, :], squares)
+    length = np.sqrt(add_lanes(squares) + np.float32(1e-6))
+    found: Floats = x * (np.float32(1) / length)[..., None]
+    return found
+
+
+def _logistic(x: Floats) -> Floats:
+    return np.float32(1) / (np.float32(1) + exponential(0 - x))
+
+
+def _softplus(x: Floats) -> Floats:
+    power = exponential(x)
+    total = np.float32(1) + power
+    with np.errstate(invalid="ignore"):
+        found = logarithm(total) * power / (total - np.float32(1))
+    found = np.where(total == 1, power, found)
+    return np.where(x > 20, x, found)

@@ -33,6 +33,13 @@ has no parent, so the published heads have no keys for it: only that token atten
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
 nothing has to be undone when drafted tokens are rejected.
 
+**The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each head of values
+has a matrix S as its state. A token convolves its queries, keys and values with those of the tokens
+before it, decays S, and adds the outer product of its key and the *delta* u: its value less what S
+gives for the key. Its output is what S gives for its query. S is thus a sum over the tokens before,
+of decayed outer products of keys and deltas. So a slot holds the convolution's inputs, the key, the
+deltas and the decays of its token, and again nothing is undone when drafted tokens are rejected.
+
 The module needs neither torch nor onnx.
 """
 
@@ -42,6 +49,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from eesd.common.geometry import (
     CONVOLUTION,
+    DELTA,
     FULL,
     Eagle,
     ExitConfig,
@@ -72,6 +80,14 @@ SINKS = "self_attn.sinks"
 TAPS = "conv.conv"
 """Name, within a block, of the convolution. Its weight is [hidden, 1, taps]; the last tap is for
 the token itself."""
+DELTA_TAPS = "linear_attn.conv1d"
+DELTA_DECAY = "linear_attn.decay"
+DELTA_BIAS = "linear_attn.dt"
+DELTA_NORM = "linear_attn.norm"
+"""Names within a block of the delta rule's convolution [mixed, 1, taps], of the logarithm of the
+decay and of what is added to its input [value_heads], and of the norm of its heads [value_dim]."""
+DELTA_EPS = 1e-6
+"""Added to the sum of squares by which queries and keys of the delta rule are normalized."""
 DEEP_IN = "deep_in_proj"
 """Name, in the exit head, of the product that projects a deep state into the draft."""
 CLAMP = 7.0
@@ -137,7 +153,7 @@ class Block:
     Attributes:
         geometry: Geometry of this block, with or without experts.
         prefix: Prefix of the names of its modules, such as ``model.layers.3.``.
-        cache: Index of its cache; for a convolution, the index of its first cache.
+        cache: Index of its cache; for a recurrent layer, the index of its first cache.
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
         eagle: The EAGLE-3 head that the block belongs to; None for other blocks. The block's
             attention then reads an embedding and a state side by side, hides the first slot, and
@@ -158,7 +174,7 @@ class Block:
 
     @property
     def state_caches(self) -> range:
-        """Indices of the caches of a convolution's states."""
+        """Indices of the caches of a recurrent layer's states."""
         return range(self.cache, self.cache + self.geometry.state_caches)
 
 
@@ -178,7 +194,7 @@ class Operations(Protocol[X]):
         ...
 
     def scale(self, x: X, gate: X, name: str) -> X:
-        """x times the sigmoid of ``gate``, which has one column."""
+        """x times the sigmoid of ``gate``, which has one column, or as many as x."""
         ...
 
     def activate(self, x: X, block: Block, name: str) -> X:
@@ -246,6 +262,17 @@ class Operations(Protocol[X]):
                 of the block's caches.
             name: Name of the result: b times a weighted sum of the states of the token and of those
                 before it. The weights depend on distance and column.
+        """
+        ...
+
+    def delta_rule(self, x: X, block: Block, name: str) -> X:
+        """The gated delta rule.
+
+        Args:
+            x: Side by side: queries, keys and values, which are convolved; gates of the output; and
+                for each head of values, the input of its step size and of its decay.
+            block: The block. The states of tokens are written into their slots of its caches.
+            name: Name of the result: the normalized outputs of all heads times their gates.
         """
         ...
 
@@ -408,13 +435,33 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
         given = o.product(x, gated, f"{of.prefix}gates", of.norm("input_layernorm"))
         attended = o.convolution(given, of, f"{of.prefix}convolved")
         layer = [Linear(f"{of.prefix}conv.out_proj", hidden)]
+    elif of.kind == DELTA:
+        attended = _delta_rule(o, of, x)
+        layer = [Linear(f"{of.prefix}linear_attn.out_proj", hidden)]
     else:
         attended = _attention(o, of, x)
+        if of.geometry.attention_gate:
+            width = of.geometry.num_heads * of.geometry.head_dim
+            gates = [Linear(f"{of.prefix}self_attn.q_gate_proj", width, of.geometry.qkv_bias)]
+            gate = o.product(x, gates, f"{of.prefix}gate", of.norm("input_layernorm"))
+            attended = o.scale(attended, gate, f"{of.prefix}gated_attention")
         layer = [Linear(f"{of.prefix}self_attn.o_proj", hidden, of.geometry.output_bias)]
     if not of.geometry.norm_behind:
         return o.product(attended, layer, name, residual=residual)
     added = o.norm(o.product(attended, layer, name), of.norm("post_self_attn_layernorm"))
     return o.add(residual, added, f"{of.prefix}joined")
+
+
+def _delta_rule(o: Operations[X], of: Block, x: X) -> X:
+    """The gated delta rule of a block: the input of its output projection."""
+    rule = of.geometry.delta
+    assert rule is not None
+    widths = {"qkv": rule.mixed, "z": rule.values, "b": rule.value_heads, "a": rule.value_heads}
+    layers = [
+        Linear(f"{of.prefix}linear_attn.in_{part}_proj", width) for part, width in widths.items()
+    ]
+    given = o.product(x, layers, f"{of.prefix}mixed", of.norm("input_layernorm"))
+    return o.delta_rule(given, of, f"{of.prefix}ruled")
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:

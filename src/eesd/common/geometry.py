@@ -48,9 +48,13 @@ FULL = "full"
 SLIDING = "sliding"
 UNROTATED = "unrotated"
 CONVOLUTION = "convolution"
+DELTA = "delta"
 """Kinds of layers. FULL has a rotary embedding, and attention to all previous tokens. SLIDING has
 attention within a window, with the local rotary base if there is one. UNROTATED is FULL without the
-rotary embedding. CONVOLUTION has a short convolution instead of attention."""
+rotary embedding. CONVOLUTION has a short convolution instead of attention, and DELTA the
+gated delta rule."""
+RECURRENT = (CONVOLUTION, DELTA)
+"""Kinds of layers whose caches hold states instead of keys and values."""
 GATES = ("silu", "gelu_tanh", "clamped")
 """Activations of the gate of an MLP. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to
 up."""
@@ -106,6 +110,62 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaRule:
+    """Sizes of layers with the gated delta rule (arXiv 2412.06464).
+
+    Attributes:
+        key_heads: Heads of queries and keys.
+        value_heads: Heads of values, a multiple of ``key_heads``. Each has a matrix
+            [key_dim, value_dim] as its state.
+        key_dim: Values of a head's query, and of its key.
+        value_dim: Values of a head's value.
+        taps: Number of tokens that the convolution sees, the current one included.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        _check_size("the number of key heads of the delta rule", self.key_heads, MOST_LAYERS)
+        _check_size("the number of value heads of the delta rule", self.value_heads, MOST_LAYERS)
+        for size in (self.key_dim, self.value_dim):
+            _check_size("the size of the delta rule's heads", size, WIDEST)
+        _check_size("the convolution of the delta rule", self.taps, MOST_TAPS)
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"{self.key_heads} key heads of the delta rule do not divide its "
+                f"{self.value_heads} value heads"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Columns that are convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Columns of the parts of a token's state in its slot: what is convolved, the keys after
+        it, the deltas of the values, and the logarithms of the decays."""
+        return self.mixed, self.keys, self.values, self.value_heads
+
+
+@dataclass(frozen=True)
 class Geometry:
     """All properties that the modules of a decoder depend on. Defaults are Llama's values.
 
@@ -130,6 +190,7 @@ class Geometry:
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0 for no cap.
         sinks: Whether each head has a sink: one more score besides those of the tokens, with a
             value vector of 0.
+        attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate.
         logit_cap: Cap of the model's logits, as for scores. The exit head has no cap because it
             learns to predict the capped logits.
         rotated: Number of values that are rotated in each half of a head, from its beginning;
@@ -137,6 +198,7 @@ class Geometry:
         layer_kinds: Kind of each layer; if empty, all are ``full``. May be longer than the model.
         window: Number of tokens that a sliding layer sees, including the current token.
         taps: Number of tokens that a short convolution sees, including the current token.
+        delta: Sizes of layers with the gated delta rule.
         local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. If
             0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
@@ -176,11 +238,13 @@ class Geometry:
     attention_scale: float = 0.0
     attention_cap: float = 0.0
     sinks: bool = False
+    attention_gate: bool = False
     logit_cap: float = 0.0
     rotated: int = 0
     layer_kinds: tuple[str, ...] = ()
     window: int = 0
     taps: int = 0
+    delta: DeltaRule | None = None
     local_theta: float = 0.0
     experts: Experts | None = None
 
@@ -239,7 +303,7 @@ class Geometry:
                 0 < len(self.layer_kinds) < self.num_layers
             ),
             "a kind of layer is unknown": (
-                not kinds <= {FULL, SLIDING, UNROTATED, CONVOLUTION}
+                not kinds <= {FULL, SLIDING, UNROTATED, *RECURRENT}
                 or len(self.layer_kinds) > MOST_LAYERS
             ),
             f"the window is {self.window}, which does not fit the kinds of layers": (
@@ -248,7 +312,12 @@ class Geometry:
             f"a convolution of {self.taps} tokens is out of range": (
                 (CONVOLUTION in kinds) != (self.taps > 0) or self.taps > MOST_TAPS
             ),
-            "a state is too large for the caches": self.taps > 0 and self.state_caches > WIDEST,
+            "the sizes of the delta rule do not fit the kinds of layers": (
+                (DELTA in kinds) != (self.delta is not None) or kinds >= {*RECURRENT}
+            ),
+            "a state is too large for the caches": (
+                bool(kinds & {*RECURRENT}) and self.state_caches > WIDEST
+            ),
             "a block has no norm": not (self.norm_before or self.norm_behind),
             "experts have gates, and no biases": (
                 self.experts is not None and (self.mlp_bias or not self.gated)
@@ -280,7 +349,7 @@ class Geometry:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention."""
-        return [one for one in range(self.num_layers) if self.kind(one) != CONVOLUTION]
+        return [one for one in range(self.num_layers) if self.kind(one) not in RECURRENT]
 
     def head_layers(self, blocks: int) -> list[int]:
         """The layers from which an untrained exit head copies the weights and kinds of its blocks:
@@ -289,16 +358,24 @@ class Geometry:
         return layers[len(layers) - blocks :]
 
     @property
+    def state_size(self) -> int:
+        """Numbers of a token's state in a recurrent layer."""
+        return self.hidden_size if self.delta is None else sum(self.delta.parts)
+
+    @property
     def state_caches(self) -> int:
-        """Number of caches that hold one state of the hidden size."""
-        return -(-self.hidden_size // self.cache_columns)
+        """Number of caches for the states of a recurrent layer."""
+        return self.caches_for(self.state_size)
+
+    def caches_for(self, size: int) -> int:
+        """Number of caches for states of this size."""
+        return -(-size // self.cache_columns)
 
     def caches_of(self, layer: int) -> range:
-        """Indices of a layer's caches: one of keys and values, or several of a convolution's
-        states."""
+        """Indices of a layer's caches: one of keys and values, or several of states."""
         more = self.state_caches - 1
-        first = layer + more * self.layer_kinds[:layer].count(CONVOLUTION)
-        return range(first, first + 1 + more * (self.kind(layer) == CONVOLUTION))
+        first = layer + more * sum(one in RECURRENT for one in self.layer_kinds[:layer])
+        return range(first, first + 1 + more * (self.kind(layer) in RECURRENT))
 
     @property
     def num_caches(self) -> int:
@@ -350,6 +427,8 @@ class Geometry:
         unsplit = {
             "norms over all heads": self.qk_norm_joint,
             "short convolutions": self.taps,
+            "the gated delta rule": self.delta,
+            "gated attention": self.attention_gate,
             "attention sinks": self.sinks,
         }
         part = next((part for part, has in unsplit.items() if has), None)
@@ -488,7 +567,7 @@ def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
     """Number of caches that hold states of a head: the deep cache, or those of an EAGLE-3 head's
     state."""
     if exit_config.eagle:
-        return geometry.state_caches
+        return geometry.caches_for(geometry.hidden_size)
     return int(bool(exit_config.deep))
 
 

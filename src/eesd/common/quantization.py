@@ -42,6 +42,7 @@ PACKED = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+    ".in_mixed_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_b_proj.", ".in_a_proj."),
 }
 """Linear layers with the same input that are packed into one product: a part of the packed layer's
 name, and the corresponding parts of the layers' names, in order."""

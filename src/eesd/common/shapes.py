@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from eesd.common.architecture import (
+    DELTA_BIAS,
+    DELTA_DECAY,
+    DELTA_NORM,
+    DELTA_TAPS,
     EMBEDDING,
     SINKS,
     TAPS,
@@ -122,6 +126,19 @@ class Shapes:
         self.weights[f"{block.prefix}{TAPS}.weight"] = (hidden, 1, block.geometry.taps)
         self._use(*block.state_caches)
         return hidden
+
+    def delta_rule(self, x: int, block: Block, name: str) -> int:
+        rule = block.geometry.delta
+        assert rule is not None
+        for part, shape in (
+            (DELTA_TAPS, (rule.mixed, 1, rule.taps)),
+            (DELTA_DECAY, (rule.value_heads,)),
+            (DELTA_BIAS, (rule.value_heads,)),
+            (DELTA_NORM, (rule.value_dim,)),
+        ):
+            self.weights[f"{block.prefix}{part}.weight"] = shape
+        self._use(*block.state_caches)
+        return rule.values
 
     def _use(self, *caches: int) -> None:
         self.caches += [cache for cache in caches if cache not in self.caches]

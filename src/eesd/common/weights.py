@@ -13,7 +13,7 @@ from typing import Any
 from eesd.common.architecture import Block, Model
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError, refused
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import DELTA, ExitConfig, Geometry
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.quantization import (
     BITS,
@@ -194,6 +194,8 @@ def split_side(name: str) -> int | None:
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
     """Shapes of weights or biases of a block of the model or of a head."""
     shapes = block_shapes(geometry.of_head) | block_shapes(geometry)
+    if DELTA in geometry.layer_kinds:
+        shapes |= block_weights(Block(geometry, "", 0, DELTA))
     if parts[0].startswith(EXIT_HEAD):
         shapes = block_weights(replace(Model(geometry, exit_config).exit_block(0), prefix=""))
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]

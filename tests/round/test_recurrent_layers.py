@@ -1,11 +1,12 @@
-"""Short convolutions (LFM2): states of drafted tokens that are rejected leave no trace, on each
-backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
+"""Short convolutions (LFM2) and the gated delta rule (Qwen3.5): states of drafted tokens that are
+rejected leave no trace, on each backend, in chains and trees, batches, pieces of prompts and kept
+beginnings."""
 
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -40,26 +41,71 @@ from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.llm import Speculation
 
-CONFIG: dict[str, Any] = SMALL | {
+SIZES: dict[str, Any] = SMALL | {
     "vocab_size": 97,
     "num_hidden_layers": 5,
     "num_key_value_heads": 1,
     "intermediate_size": 48,
-    "block_auto_adjust_ff_dim": False,
     "max_position_embeddings": 384,
-    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
 }
-"""A state of 32 numbers takes two caches."""
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
-def fill(path: Path) -> None:
-    """A model, and a head that is its last layer: the draft leaves out a convolution of small
+class Kind(NamedTuple):
+    """A recurrent layer.
+
+    Attributes:
+        model_type: A family with such layers.
+        options: Options of its config.
+        outputs: Modules of a block that write into the hidden states.
+        norm: The last norm.
+        caches: Caches of a layer's states.
+    """
+
+    model_type: str
+    options: dict[str, Any]
+    outputs: tuple[str, str]
+    norm: str
+    caches: int
+
+
+KINDS = {
+    "convolution": Kind(
+        "lfm2",
+        {
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        },
+        ("conv.out_proj", "feed_forward.w2"),
+        "embedding_norm",
+        2,
+    ),
+    "delta": Kind(
+        "qwen3_5_text",
+        {
+            "layer_types": [
+                *["linear_attention"] * 2,
+                *("full_attention", "linear_attention", "full_attention"),
+            ],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 20,
+        },
+        ("linear_attn.out_proj", "mlp.down_proj"),
+        "norm",
+        13,
+    ),
+}
+
+
+def fill(kind: Kind, path: Path) -> None:
+    """A model, and a head that is its last layer: the draft leaves out a recurrent layer of small
     weights."""
-    model = FamilyCase("lfm2", CONFIG, 2).write(path / "whole")
+    model = FamilyCase(kind.model_type, SIZES | kind.options, 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        for name in ("conv.out_proj", "feed_forward.w2"):
+        for name in kind.outputs:
             weights.model.layers[3].get_submodule(name).weight *= 0.3
     weights.save_pretrained(path / "model")
     add_tokenizer(path / "model")
@@ -71,9 +117,20 @@ def fill(path: Path) -> None:
         succeed(export_main, "--model", path / "model", "-o", path / name, *options)
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
 @pytest.fixture(scope="module")
-def place(shared: Shared) -> Path:
-    return shared("convolutions", fill)
+def place(shared: Shared, kind: Kind) -> Path:
+    return shared(f"recurrent-{kind.model_type}", partial(fill, kind))
+
+
+@pytest.fixture(scope="module")
+def convolutions(shared: Shared) -> Path:
+    kind = KINDS["convolution"]
+    return shared(f"recurrent-{kind.model_type}", partial(fill, kind))
 
 
 @pytest.fixture(scope="module", params=["own", "standard"])
@@ -98,10 +155,11 @@ def test_drafting_gives_the_tokens_of_plain_decoding(
         check_tree_drafts(harness, PROMPTS[2], width)
 
 
-def test_the_standard_graphs_and_the_operators_agree(place: Path) -> None:
+def test_the_standard_graphs_and_the_operators_agree(place: Path, kind: Kind) -> None:
     manifest = load_manifest(place / "plans")
-    assert manifest.verify[0].caches == tuple(range(9)) and manifest.num_caches == 9
-    assert manifest.draft.caches == (0, 1, 2, 3, 4, 8)
+    count = 3 * kind.caches + 3
+    assert manifest.verify[0].caches == tuple(range(count)) and manifest.num_caches == count
+    assert manifest.draft.caches == (*range(2 * kind.caches + 1), count - 1)
     tokens = np.random.default_rng(0).integers(0, 97, 40).tolist()
     one, other = (Harness(place / "plans", standard=of) for of in (True, False))
     found = [of.session(tokens).peek() for of in (one, other)]
@@ -137,7 +195,7 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_teacher_computes_the_model(
-    place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
+    place: Path, kind: Kind, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With caches that layers share, as on CPUs, and without, as on GPUs."""
     made = partial(full_sequence_inputs, whole=whole)
@@ -151,16 +209,16 @@ def test_a_teacher_computes_the_model(
     expected = reference(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     for layer in range(1, 5):
         torch.testing.assert_close(hidden[layer], expected[layer], rtol=1e-4, atol=1e-4)
-    normed = reference.model.embedding_norm(hidden[5])
+    normed = reference.model.get_submodule(kind.norm)(hidden[5])
     torch.testing.assert_close(normed, expected[5], rtol=1e-4, atol=1e-4)
 
 
 @needs_operators()
-@pytest.mark.parametrize("kind", ["float16", "int8"])
-def test_rounded_states_are_the_same_in_drafts_and_without(place: Path, kind: str) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_rounded_states_are_the_same_in_drafts_and_without(convolutions: Path, dtype: str) -> None:
     for tree in (1, 2):
         speculation = Speculation("fixed:k=4", tree=tree, guard=False)
-        load = partial(eesd.load, place / "plans", threads=1, kv_cache_dtype=kind)
+        load = partial(eesd.load, convolutions / "plans", threads=1, kv_cache_dtype=dtype)
         drafts = load(speculation=speculation)
         plain = load(speculation=None)
         found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
@@ -191,7 +249,40 @@ def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path
     ],
 )
 def test_what_is_not_supported_is_refused(
-    place: Path, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
+    convolutions: Path, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    assert_config_refused(convolutions, tmp_path, changed, *words)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"hidden_act": "gelu_pytorch_tanh"}, ("hidden_act", "silu")),
+        ({"linear_conv_kernel_dim": 17}, ("linear_conv_kernel_dim is 17", "16")),
+        ({"linear_num_value_heads": 3}, ("2 key heads", "do not divide")),
+        ({"linear_key_head_dim": 600}, ("600", "512")),
+        ({"linear_value_head_dim": 21}, ("linear_attn.in_qkv_proj.weight", "[100, 32]")),
+        ({"layer_types": ["mamba"] + ["full_attention"] * 4}, ("layer_types has", "mamba")),
+    ],
+)
+def test_sizes_of_the_delta_rule_that_do_not_fit_are_refused(
+    shared: Shared, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    kind = KINDS["delta"]
+    place = shared(f"recurrent-{kind.model_type}", partial(fill, kind))
+    assert_config_refused(place, tmp_path, changed, *words)
+
+
+@needs_operators()
+def test_the_delta_rule_needs_a_cache_of_float32(shared: Shared) -> None:
+    kind = KINDS["delta"]
+    place = shared(f"recurrent-{kind.model_type}", partial(fill, kind))
+    with pytest.raises(EESDError, match="float32"):
+        eesd.load(place / "plans", kv_cache_dtype="int8").generate([1, 2], max_new_tokens=2)
+
+
+def assert_config_refused(
+    place: Path, tmp_path: Path, changed: dict[str, Any], *words: str
 ) -> None:
     for file in (place / "model").iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -1,0 +1,54 @@
+"""Qwen3.5, text: Qwen3-Next with projections that are stored one by one; dense, or with experts in
+all layers."""
+
+from dataclasses import replace
+
+from eesd.common.geometry import Experts
+from eesd.model.experts import take_experts
+from eesd.model.families.qwen3_next import QWEN3_NEXT, take_delta
+from eesd.model.family import Own, Sizes
+from eesd.model.fields import Fields
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """The rotary fields without those for images: positions of a text are the same in all parts."""
+    found = dict(fields.raw)
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.take(name, None)
+        if isinstance(given, dict):
+            found[name] = {key: one for key, one in given.items() if not key.startswith("mrope_")}
+    made = Fields(found)
+    made.taken = fields.taken
+    return made
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    return Own(take_delta(fields, sizes))
+
+
+def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
+    count, used = take_experts(fields, 256, 8)
+    size = fields.integer("moe_intermediate_size", 512)
+    shared = fields.integer("shared_expert_intermediate_size", 512)
+    experts = Experts(count, used, size, normed=True, shared=shared, shared_gate=True)
+    # Only the MLPs of an exit head have this size: that of a token's experts.
+    sizes_of_head = {"experts": experts, "intermediate_size": used * size}
+    return Own(take_delta(fields, sizes) | sizes_of_head)
+
+
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    kv_heads=4,
+    inner=12288,
+    rope_fields=_rope_fields,
+    own=_own,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    kv_heads=2,
+    own=_own_mixed,
+)

@@ -1,0 +1,116 @@
+// The gated delta rule: what a token's convolution gives, and steps of a head's state.
+
+static inline Floats logistic(Floats a) { return div(all(1.f), add(all(1.f), exponential(sub(all(0), a)))); }
+static inline Floats silu(Floats a) { return div(a, add(all(1.f), exponential(sub(all(0), a)))); }
+
+// log(1 + e^a), with a small relative error for small results, too.
+static inline float softplus(float a) {
+  if (a > 20.f) return a;
+  float lane[16];
+  store(lane, exponential(all(a)));
+  const float sum = 1.f + lane[0];
+  return sum == 1.f ? lane[0] : logarithm(sum) * lane[0] / (sum - 1.f);
+}
+
+// y = x / |x| * scale.
+static inline void make_unit(const float *x, float scale, int64_t size, float *y) {
+  Floats squares = all(0);
+  for (int64_t i = 0; i < size; i += 16) {
+    const Floats part = load_some(x + i, least(16, size - i));
+    squares = fma(part, part, squares);
+  }
+  const float factor = 1.f / __builtin_sqrtf(add_lanes(squares) + DELTA_EPSILON);
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t count = least(16, size - i);
+    store_some(y + i, count, mul(mul(load_some(x + i, count), all(factor)), all(scale)));
+  }
+}
+
+// Write the records of tokens, with values in the place of deltas, and what else their steps need.
+static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
+  const int64_t keys = job.keys(), mixed = job.mixed();
+  for (int64_t t = first_token; t < last_token; t++) {
+    const float *x = job.x + t * job.columns(), *const *before = job.before + t * (job.taps - 1);
+    float *record = job.records[t], *convolved = job.convolved + t * mixed;
+    memcpy(record, x, (size_t)mixed * sizeof(float));
+    for (int64_t i = 0; i < mixed; i += 16) {
+      const int64_t count = least(16, mixed - i);
+      Floats sum = all(0);
+      for (int64_t distance = job.taps - 1; distance >= 0; distance--) {
+        const float *state = distance ? before[distance - 1] : x;
+        if (!state) continue;
+        sum = fma(load_some(job.weights + (job.taps - 1 - distance) * mixed + i, count), load_some(state + i, count), sum);
+      }
+      store_some(convolved + i, count, silu(sum));
+    }
+    const float scale = 1.f / __builtin_sqrtf((float)job.key_dim);
+    for (int64_t h = 0; h < job.key_heads; h++) {
+      const int64_t at = h * job.key_dim;
+      make_unit(convolved + at, scale, job.key_dim, convolved + at);
+      make_unit(convolved + keys + at, 1.f, job.key_dim, record + mixed + at);
+    }
+    memcpy(record + mixed + keys, convolved + 2 * keys, (size_t)job.values() * sizeof(float));
+    const float *inputs = x + mixed + job.values() + job.value_heads;
+    float *logs = record + mixed + keys + job.values();
+    for (int64_t h = 0; h < job.value_heads; h++) {
+      float rate[16];
+      store(rate, exponential(all(job.decay[h])));
+      logs[h] = (0 - softplus(inputs[h] + job.bias[h])) * rate[0];
+    }
+  }
+}
+
+// One step of a block of columns of a state [key_dim, width] from d on. Without a query only the state changes.
+template <int count> static inline void step_columns(const DeltaRule &job, const float *key, const float *query, Floats decay, Floats rate,
+                                                     int64_t d, const float *from, float *to, float *deltas, float *y) {
+  Floats delta[count], sum[count];
+  for (int c = 0; c < count; c++) delta[c] = load_some(deltas + d + 16 * c, least(16, job.value_dim - d - 16 * c));
+  if (query) {
+    for (int c = 0; c < count; c++) sum[c] = all(0);
+    for (int64_t k = 0; k < job.key_dim; k++)
+      for (int c = 0; c < count; c++) sum[c] = fma(mul(load(from + k * job.width + d + 16 * c), decay), all(key[k]), sum[c]);
+    for (int c = 0; c < count; c++) {
+      delta[c] = mul(sub(delta[c], sum[c]), rate);
+      store_some(deltas + d + 16 * c, least(16, job.value_dim - d - 16 * c), delta[c]);
+    }
+  }
+  for (int c = 0; c < count; c++) sum[c] = all(0);
+  for (int64_t k = 0; k < job.key_dim; k++)
+    for (int c = 0; c < count; c++) {
+      const int64_t at = k * job.width + d + 16 * c;
+      const Floats state = fma(all(key[k]), delta[c], mul(load(from + at), decay));
+      store(to + at, state);
+      if (query) sum[c] = fma(state, all(query[k]), sum[c]);
+    }
+  if (!query) return;
+  for (int c = 0; c < count; c++) store_some(y + d + 16 * c, least(16, job.value_dim - d - 16 * c), sum[c]);
+}
+
+// Steps of a head's state over records that lie so far apart. `from` and `to` may be the same. Of tokens of the call, the first of
+// which is not -1, deltas are computed and outputs are written. Columns of a state do not depend on each other: a block of them takes
+// all steps while it is in the cache.
+static void step(const DeltaRule &job, int64_t token, float *record, int64_t stride, int64_t count, int64_t head, const float *from,
+                 float *to) {
+  const int64_t keys = job.keys(), mixed = job.mixed(), key_at = head / (job.value_heads / job.key_heads) * job.key_dim;
+  const bool computes = token >= 0;
+  for (int64_t d = 0; d < job.width; d += 64)
+    for (int64_t i = 0; i < count; i++) {
+      float *own = record + i * stride, *deltas = own + mixed + keys + head * job.value_dim;
+      const Floats decay = exponential(all(own[mixed + keys + job.values() + head]));
+      const float *query = computes ? job.convolved + (token + i) * mixed + key_at : nullptr;
+      float *y = computes ? job.y + (token + i) * job.values() + head * job.value_dim : nullptr;
+      const Floats rate = computes ? logistic(all(job.x[(token + i) * job.columns() + mixed + job.values() + head])) : all(0);
+      with_number<4>(least(4, (job.width - d) / 16), [&](auto vectors) {
+        step_columns<decltype(vectors)::value>(job, own + mixed + key_at, query, decay, rate, d, i ? to : from, to, deltas, y);
+      });
+    }
+  for (int64_t i = 0; computes && i < count; i++) {
+    float *y = job.y + (token + i) * job.values() + head * job.value_dim;
+    normalize(y, job.norm, job.epsilon, job.value_dim, y);
+    const float *gate = job.x + (token + i) * job.columns() + mixed + head * job.value_dim;
+    for (int64_t j = 0; j < job.value_dim; j += 16) {
+      const int64_t some = least(16, job.value_dim - j);
+      store_some(y + j, some, mul(load_some(y + j, some), silu(load_some(gate + j, some))));
+    }
+  }
+}
