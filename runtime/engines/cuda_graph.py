@@ -26,8 +26,7 @@ class CapturedGraph:
 
     def __init__(self, stream: DeviceStream, pool: Any) -> None:
         """Make a graph of work in ``stream``. ``pool`` is the memory pool shared with other graphs;
-        None to
-        capture nothing."""
+        None to capture nothing."""
         self._stream = stream
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
