@@ -25,8 +25,8 @@ TILE = 16
 KEPT = 64 << 20
 """Bytes that a cache may keep when another text begins; pages beyond them are released."""
 HEADER = 64
-"""Bytes before the states of a layer: the number of slots after which each stands, and which one is
-committed."""
+"""Bytes of the header before the states of a layer: the number of slots after which each state
+stands, and which state is committed."""
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE, with which reserved addresses do not count as memory."""
 
@@ -65,8 +65,8 @@ class CpuKVCache:
     """The keys and values of one sequence.
 
     Layers with the delta rule have records instead, in the memory of their tiles, and two states
-    after all tiles: ``DeltaRule`` in ``runtime/operators/operators.cpp``. States follow from
-    records, so nothing but records is moved or kept.
+    after all tiles; see ``DeltaRule`` in ``runtime/operators/operators.cpp``. States are computed
+    from records, so only records are moved or kept.
 
     Args:
         manifest: Manifest of the engine directory.

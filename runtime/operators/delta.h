@@ -1,4 +1,4 @@
-// The gated delta rule: what a token's convolution gives, and steps of a head's state.
+// The gated delta rule: the results of a token's convolution, and the steps of a head's state.
 
 static inline Floats logistic(Floats a) { return div(all(1.f), add(all(1.f), exponential(sub(all(0), a)))); }
 static inline Floats silu(Floats a) { return div(a, add(all(1.f), exponential(sub(all(0), a)))); }
@@ -26,7 +26,7 @@ static inline void make_unit(const float *x, float scale, int64_t size, float *y
   }
 }
 
-// Write the records of tokens, with values in the place of deltas, and what else their steps need.
+// Write the records of tokens, with values in the place of deltas, and the other inputs of their steps.
 static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
   const int64_t keys = job.keys(), mixed = job.mixed();
   for (int64_t t = first_token; t < last_token; t++) {
@@ -60,7 +60,7 @@ static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
   }
 }
 
-// One step of a block of columns of a state [key_dim, width] from d on. Without a query only the state changes.
+// One step of a block of columns, from column d on, of a state [key_dim, width]. Without a query, only the state changes.
 template <int count> static inline void step_columns(const DeltaRule &job, const float *key, const float *query, Floats decay, Floats rate,
                                                      int64_t d, const float *from, float *to, float *deltas, float *y) {
   Floats delta[count], sum[count];
@@ -86,9 +86,9 @@ template <int count> static inline void step_columns(const DeltaRule &job, const
   for (int c = 0; c < count; c++) store_some(y + d + 16 * c, least(16, job.value_dim - d - 16 * c), sum[c]);
 }
 
-// Steps of a head's state over records that lie so far apart. `from` and `to` may be the same. Of tokens of the call, the first of
-// which is not -1, deltas are computed and outputs are written. Columns of a state do not depend on each other: a block of them takes
-// all steps while it is in the cache.
+// Steps of a head's state over `count` records that are `stride` floats apart. `from` and `to` may be the same. If the records are those
+// of tokens of the call, `token` is the first of them, deltas are computed and outputs are written; if not, it is -1. Columns of a state
+// do not depend on each other, so a block of them takes all steps while it is in the cache.
 static void step(const DeltaRule &job, int64_t token, float *record, int64_t stride, int64_t count, int64_t head, const float *from,
                  float *to) {
   const int64_t keys = job.keys(), mixed = job.mixed(), key_at = head / (job.value_heads / job.key_heads) * job.key_dim;

@@ -217,8 +217,8 @@ struct Combination {
   float *y;
 };
 
-// Tokens of the gated delta rule. A record in the cache is what a token keeps in its slot: the inputs of the convolution, keys,
-// deltas, and the logarithms of decays. A state of a head is [key_dim, width].
+// Tokens of the gated delta rule. A token's slot in the cache has a record: the inputs of the convolution, keys, deltas, and the
+// logarithms of decays. The state of a head is [key_dim, width].
 constexpr float DELTA_EPSILON = 1e-6f;
 struct DeltaRule {
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
@@ -227,7 +227,7 @@ struct DeltaRule {
   const float *weights, *decay, *bias, *norm;  // [taps, mixed], [value_heads] twice, [value_dim]
   const float *x;                              // [tokens, columns]: mixed, gates, rates, decays
   float *const *records;                       // [tokens]
-  const float *const *before;                  // [tokens, taps - 1]: inputs of earlier tokens, the latest first; null: there is none
+  const float *const *before;                  // [tokens, taps - 1]: inputs of earlier tokens, the latest first; null if there is none
   float *convolved;                            // [tokens, mixed]
   float *y;                                    // [tokens, values]
 

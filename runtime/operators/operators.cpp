@@ -664,8 +664,8 @@ class Convolve {
 
 // x [T, columns], tokens [T, 5] int64, paths [T, P] int32, weights [mixed, 1, taps], logarithms of decays and biases [value_heads],
 // norm [value_dim] -> y [T, values]: the gated delta rule. Each token's record is written into its slot, and states are recomputed from
-// records. Behind the tiles of a cache lie, for each layer with the rule, a header and two states of all heads. A header has the number
-// of slots after which each state stands (0: it holds nothing), and which of the two is the committed one.
+// records. After the tiles of a cache, each layer with the rule has a header and two states of all heads. The header has the number of
+// slots after which each state stands (0: it holds nothing), and the index of the committed state.
 class Rule {
  public:
   static constexpr const char *name = "DeltaRule";
@@ -733,15 +733,15 @@ class Rule {
 
  private:
   struct Header {
-    int64_t after[2];   // slots
-    int64_t committed;  // which state no draft changes
+    int64_t after[2];   // number of slots before each state
+    int64_t committed;  // index of the state that no draft changes
   };
 
   // Where a state begins that no earlier token of the call has: `after` slots, then those of the path.
   struct Start {
     int64_t parent;             // its row in the run; -1: the state comes from slots before the call
-    int64_t after;              // the first so many slots precede it
-    std::vector<int64_t> more;  // then these
+    int64_t after;              // number of first slots that precede it
+    std::vector<int64_t> more;  // further slots that precede it
   };
 
   // Consecutive tokens of one cache.
@@ -751,7 +751,7 @@ class Rule {
     int64_t row, count, slot;
     bool chain;                 // whether each token follows the one in the slot before it
     std::vector<Start> starts;  // of each token
-    int64_t source, after, target;  // the state that is read, its slots, and the one that the last token of a chain gets
+    int64_t source, after, target;  // the state that is read, its slots, and the state after the last token of a chain
 
     void finish(bool keeps) const {
       if (keeps) header->committed = source, header->after[source] = copies(keeps) ? slot + count : slot;
@@ -768,7 +768,7 @@ class Rule {
     return reinterpret_cast<float *>(reinterpret_cast<char *>(run.header) + 64) + (which * job_.value_heads + head) * job_.state_size();
   }
 
-  // The runs of a call. States that would be of other tokens than those before the run are dropped.
+  // The runs of a call. States that stand after other tokens than those before the run are dropped.
   std::vector<Run> read_runs(const Tensor &tokens, const Tensor &paths, const std::vector<int64_t> &parents) const {
     std::vector<Run> runs;
     const int64_t *row = static_cast<const int64_t *>(tokens.data), most = std::max<int64_t>(job_.taps - 1, 1);
@@ -797,7 +797,7 @@ class Rule {
     return runs;
   }
 
-  // Choose the states of a run. Those that it writes hold nothing until it ends.
+  // Choose the states of a run. States that the run writes hold nothing until it ends.
   void plan(Run &run) const {
     int64_t least = run.slot;
     for (const Start &start : run.starts)

@@ -84,8 +84,8 @@ DELTA_TAPS = "linear_attn.conv1d"
 DELTA_DECAY = "linear_attn.decay"
 DELTA_BIAS = "linear_attn.dt"
 DELTA_NORM = "linear_attn.norm"
-"""Names within a block of the delta rule's convolution [mixed, 1, taps], of the logarithm of the
-decay and of what is added to its input [value_heads], and of the norm of its heads [value_dim]."""
+"""Names, within a block, of the delta rule's convolution [mixed, 1, taps], of the logarithm of the
+decay and the bias of its input [value_heads], and of the norm of its heads [value_dim]."""
 DELTA_EPS = 1e-6
 """Added to the sum of squares by which queries and keys of the delta rule are normalized."""
 DEEP_IN = "deep_in_proj"
@@ -194,7 +194,7 @@ class Operations(Protocol[X]):
         ...
 
     def scale(self, x: X, gate: X, name: str) -> X:
-        """x times the sigmoid of ``gate``, which has one column, or as many as x."""
+        """x times the sigmoid of ``gate``, which has one column or the columns of x."""
         ...
 
     def activate(self, x: X, block: Block, name: str) -> X:

@@ -114,8 +114,8 @@ class DeltaRule:
     """Sizes of layers with the gated delta rule (arXiv 2412.06464).
 
     Attributes:
-        key_heads: Heads of queries and keys.
-        value_heads: Heads of values, a multiple of ``key_heads``. Each has a matrix
+        key_heads: Number of heads of queries and keys.
+        value_heads: Number of heads of values, a multiple of ``key_heads``. Each has a matrix
             [key_dim, value_dim] as its state.
         key_dim: Values of a head's query, and of its key.
         value_dim: Values of a head's value.
@@ -160,8 +160,8 @@ class DeltaRule:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Columns of the parts of a token's state in its slot: what is convolved, the keys after
-        it, the deltas of the values, and the logarithms of the decays."""
+        """Columns of the parts of a token's state in its slot: the inputs of the convolution, the
+        convolved keys, the deltas of the values, and the logarithms of the decays."""
         return self.mixed, self.keys, self.values, self.value_heads
 
 
