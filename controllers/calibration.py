@@ -32,13 +32,17 @@ def features(step: DraftStep) -> tuple[float, ...]:
     p = step.probability
     margin = step.margin
     depth = step.depth
-    odds = log(p / (1 - p)) if 0.05 < p < 0.9996 else (-3.0 if p < 0.5 else 8.0)
+    odds = 8.0
+    if p <= 0.05:
+        odds = -3.0
+    elif p < 0.9996:
+        odds = log(p / (1 - p))
     return (
         1.0,
         log1p(min(max(margin, 0.0), 12.0)),
         odds,
         min(depth, 6) / 6,
-        1.0 if depth == 1 else 0.0,
+        float(depth == 1),
     )
 
 
@@ -62,9 +66,9 @@ class Calibrator:
         self._weights = tuple(weights)
         self._prior = prior
         self._shared = shared is not None
-        self._model: list[float] = (
-            shared._model if shared else [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
-        )
+        self._model = [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
+        if shared is not None:
+            self._model = shared._model
         """Means of a and s, and their covariances aa, as and ss."""
         self.begin_request()
 
@@ -110,8 +114,14 @@ class Calibrator:
             as_ - ga * gs * shrink,
             ss - gs * gs * shrink,
         )
-        ab, sb = (0.0, 0.0) if self._shared else (ab - ga * gb * shrink, sb - gs * gb * shrink)
-        self._offset = [b + gb * step, ab, sb, bb - gb * gb * shrink]
+        self._offset = [
+            b + gb * step,
+            ab - ga * gb * shrink,
+            sb - gs * gb * shrink,
+            bb - gb * gb * shrink,
+        ]
+        if self._shared:
+            self._offset[1:3] = 0.0, 0.0
 
     def advance(self) -> None:
         """Let a, s and b drift: one round has passed. With ``shared`` only b drifts here, because a

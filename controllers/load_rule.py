@@ -107,11 +107,9 @@ class LoadRule:
             self._known[rows] = self._curves()
         verifying, self._drafting = self._known[rows]
         tokens, seconds, _ = self._lately.get(rows, (0.0, 1.0, 1.0))
-        self.rate = (
-            0.0
-            if self._fixed is not None
-            else max(tokens / seconds, rows / verifying[0]) * (1 + waiting / rows)
-        )
+        self.rate = max(tokens / seconds, rows / verifying[0]) * (1 + waiting / rows)
+        if self._fixed is not None:
+            self.rate = 0.0
         self._prices = self.rate * (verifying - verifying[0])
         most = DEAREST * np.arange(len(verifying)) * (rows if self.padded else 1)
         self.can_pay = bool((self._prices <= most)[1:].any())

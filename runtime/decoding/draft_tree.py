@@ -145,13 +145,13 @@ class DraftTree:
             source: Name of the drafter that grows the tree.
         """
         self.source = source
-        self.root = Node(
-            root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True, source=source
-        )
+        self.root = Node(root_token, rank=float(budget is not None), index=0, expanded=True)
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
-        self.branching = width if budget is None else max(width, CANDIDATES)
+        self.branching = width
+        if budget is not None:
+            self.branching = max(width, CANDIDATES)
         self._max_nodes = max_nodes
         self._width = width
         self._budget = budget
@@ -293,11 +293,9 @@ class DraftTree:
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
         """Labels for the budget: one for each node that has candidates and lies on the path of the
-        verifier's ``tokens`` after the root. Empty without a budget."""
+        verifier's ``tokens`` after the root."""
         node = self.root
         labels: list[SiblingLabel] = []
-        if self._budget is None:
-            return labels
         for token in tokens:
             drafted = [child for child in node.candidates if child.source == self.source]
             if not drafted:

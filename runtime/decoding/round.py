@@ -8,7 +8,7 @@ from math import isnan
 from typing import ParamSpec, TypeVar
 
 from eesd.common.errors import EESDError
-from eesd.controllers import DraftStep, RoundOutcome
+from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel
 from eesd.controllers.base import TEXT
 from eesd.controllers.calibration import CERTAIN
 from eesd.controllers.text_rule import TextRule
@@ -387,19 +387,20 @@ class Round:
         tree = self.tree
         nodes = self.nodes
         proposal = self.proposal
-        drafter = self.drafting.drafter
-        depth = max([node.depth for node in nodes if node.source == tree.source])
-        drafts = drafter is not None and tree.steps > 0
-        name = tree.source
+        drafter = self.drafter
+        depth = max([node.depth for node in nodes if node.source == tree.source], default=0)
         first_right = None
-        expected: float | None = None
-        if drafter is not None and drafts:
+        labels: Sequence[SiblingLabel] = ()
+        if drafter is not None and tree.steps:
+            name = drafter.name
             expected = drafter.controller.expected_tokens(depth)
             if tree.root.candidates:
                 first_right = tree.root.candidates[0].token == chosen[0]
+            if drafter.budget is not None:
+                labels = tree.labels(chosen)
         else:
+            name = nodes[-1].source
             expected = 1 + sum(proposal.path_chances[: len(nodes) - 1])
-            name = nodes[-1].source if len(nodes) > 1 else ""
         right = _length_of_common(proposal.tokens, chosen)
         return RoundOutcome(
             steps=tree.steps,
@@ -410,9 +411,9 @@ class Round:
             accepted=len(path),
             num_expanded=sum([node.expanded for node in path]),
             first_right=first_right,
-            expected=len(chosen) if expected is None else expected,
+            expected=expected or len(chosen),
             seconds=time.perf_counter() - self.started,
-            labels=tree.labels(chosen),
+            labels=labels,
             proposed=proposal.steps[: min(right + 1, len(chosen))],
             right=right,
             drafter=name,
@@ -432,7 +433,7 @@ class Round:
         more = sequence.index.propose(sequence.tokens, most, text, best.path())
         if joins:
             tree.join(best, more.tokens, more.chances, TEXT)
-        else:
+        elif more.tokens:
             count = text.count_behind(more.path_chances, len(tree.nodes) - 1)
             tree.follow(more.tokens[:count], TEXT)
 
@@ -495,7 +496,9 @@ class Round:
     ) -> RoundResult:
         """The result of the round: its tokens up to EOS or a stop string, and the reason if the
         sequence ends."""
-        reason = "length" if len(tokens) >= self.sequence.left else None
+        reason = None
+        if len(tokens) >= self.sequence.left:
+            reason = "length"
         count = self.sequence.end_of(tokens)
         if count is not None:
             tokens = tokens[:count]
@@ -661,12 +664,10 @@ def _isolated(
 
 def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Number of equal tokens at the beginning."""
-    count = 0
-    for token, other in zip(tokens, others, strict=False):
-        if token != other:
-            break
-        count += 1
-    return count
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next(
+        (at for at, (token, other) in pairs if token != other), min(len(tokens), len(others))
+    )
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:

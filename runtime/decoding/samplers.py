@@ -168,11 +168,9 @@ class SpecSampler:
         """The draft's log-probabilities after ``node``, a column for each token that it can
         predict. None if it can predict no allowed token."""
         adjusted = self._adjusted(logits, node, self._columns)
-        return (
-            None
-            if self._allowed is not None and adjusted.max() == -np.inf
-            else warp(adjusted, self._sampling)
-        )
+        if self._allowed is not None and adjusted.max() == -np.inf:
+            return None
+        return warp(adjusted, self._sampling)
 
     def _proposals(
         self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]

@@ -69,7 +69,8 @@ class SuffixAutomaton:
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = current
             state = self._link[state]
-        self._link[current] = self._suffix(state, token) if state >= 0 else 0
+        if state >= 0:
+            self._link[current] = self._suffix(state, token)
         self._last = current
         self._count_occurrence(current)
 
@@ -112,7 +113,7 @@ class SuffixAutomaton:
 
     def repeated(self) -> Match:
         """The longest suffix of the text that occurred before; of length 0 if there is none."""
-        state = self._link[self._last] if self._last else 0
+        state = max(self._link[self._last], 0)
         return Match(state, self._length[state])
 
     def follow(self, match: Match, tokens: Sequence[int]) -> Match:
