@@ -140,7 +140,7 @@ class LoadRule:
         self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
     ) -> int:
         """Number of rows that draft another level: the number whose gain exceeds its price most,
-        over up to ``HORIZON`` levels. If rows are padded, all rows draft or none.
+        over up to ``HORIZON`` levels. If rows are padded, either all rows draft or none does.
 
         Args:
             reaches: Two chances of each row that would draft on, the likeliest row first: that all

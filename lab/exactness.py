@@ -1,12 +1,11 @@
 """``python -m lab.exactness DIR...``: check that every way to compute a text gives the same bits.
 
 For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
-with one thread. This gives the expected bits. Then all kernels of this processor, with one and two
-threads, decode it plainly, with drafts in chains, in trees and with a tree budget, with the prompt
-in other chunks, and in batches, with and without kept beginnings of prompts. All logits after each
-committed token are compared; for a batch, the tokens and their most likely alternatives with
-log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs.
-"""
+with one thread. This gives the expected bits. Then every kernel of this processor decodes it with
+one and two threads: plainly; with draft chains, draft trees and a tree budget; with other chunks of
+the prompt; and in batches, with and without kept prefixes. All logits after each committed token
+are compared; for a batch, the tokens and their most likely alternatives with log-probabilities.
+Prompts are random tokens, so every part of the vocabulary occurs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

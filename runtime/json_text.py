@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 class JSONTokens:
-    """The tokens of a vocabulary to avoid at each place of a JSON text."""
+    """The tokens to avoid at each place of a JSON text, for one vocabulary."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._bytes = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]

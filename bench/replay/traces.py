@@ -1,11 +1,11 @@
 """Traces of real runs, on which any drafting policy can be replayed exactly, and their recording.
 
 Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
-depend on the policy. The policy only determines which positions of the text become roots. A trace
-therefore holds, for *every* position of the text as root, the chain that the draft proposes there:
-up to ``depth`` draft tokens, each conditioned on those before it, a controller's features of each,
-and the number that the verifier accepts. A replay starts at position 0, lets the policy draft n
-tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a
+depend on the policy. The policy only determines which positions of the text become roots. So for
+*every* position of the text as root, a trace holds the chain that the draft proposes there (up to
+``depth`` tokens, each conditioned on those before it), the controller's features of each token, and
+the number of tokens that the verifier accepts. A replay starts at position 0, lets the policy draft
+n tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a
 real run with this policy.
 
 Chains continue after their first wrong token, because a policy may draft beyond it.

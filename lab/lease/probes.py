@@ -41,7 +41,7 @@ def tests(lease: Lease) -> dict[str, Any]:
 
 
 def command(module: str, *arguments: object) -> str:
-    """Output of a command of the project. Raises with its error message."""
+    """Output of a command of the project. Raises an error with the command's message."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True
     )

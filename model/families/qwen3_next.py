@@ -118,8 +118,8 @@ def _split_heads(
         prefix: Prefix of the modules' names.
         kind: ``weight`` or ``bias``.
         tensor: The tensor.
-        parts: For each module, the numbers of rows of a head's parts: in the module, all heads of
-            a part follow each other.
+        parts: For each module, the number of rows of each part of a head. The module has one part
+            of all heads, then the next part.
         heads: Number of heads.
     """
     rows = [count for counts in parts.values() for count in counts]

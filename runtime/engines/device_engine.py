@@ -267,8 +267,8 @@ class DeviceEngine:
 
     @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. Pieces of prompts run before a
-        round, one after another.
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. Pieces of prompts that run before
+        a round, one after another.
 
         A call is finished when this returns.
         """

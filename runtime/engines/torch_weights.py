@@ -1,7 +1,7 @@
 """Load an engine directory's weights into the modules of ``model/``. The weight files are mapped
 into memory instead of read.
 
-The external data of the graphs locates every weight; its tensors have the names of the modules'
+The graphs' external data say where each weight lies; the weights have the names of the modules'
 parameters.
 
 On a GPU, 16-bit directories use this project's kernels: the quantized weights of linear layers stay

@@ -376,7 +376,7 @@ class _LoadCollector(Collector):
         yield self._iterations(load.round_tokens)
 
     def _iterations(self, rounds: Mapping[int, int]) -> Metric:
-        """The histogram of the tokens of a round."""
+        """Histogram of tokens per round."""
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
             "Tokens of a round: of prompts, and new ones.",

@@ -1,5 +1,4 @@
-"""The comparison with other runtimes: real workers of EESD, and made-up peers for what goes
-wrong."""
+"""The comparison with other runtimes: real workers of EESD, and fake peers for failures."""
 
 import ast
 import json

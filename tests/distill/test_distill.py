@@ -66,7 +66,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     steps = read_losses(trained)
     assert np.mean([steps[i] for i in range(51, 61)]) < 0.85 * steps[1]
     validations = [line for line in read_metrics(trained) if "acceptance" in line]
-    assert [line["step"] for line in validations] == [0, 7, 15, 30, 60], "32, 64, 128 and all 256 rows"
+    assert [line["step"] for line in validations] == [0, 7, 15, 30, 60], "32, 64, 128, all rows"
     assert validations[-1]["tokens_per_round"] > 1.05 * validations[0]["tokens_per_round"]
     assert validations[-1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
 

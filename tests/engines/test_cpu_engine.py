@@ -521,7 +521,7 @@ def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
 
 
 def matrix(model: onnx.ModelProto) -> onnx.TensorProto:
-    """A weight in a file, not at its beginning, that no other graph has."""
+    """A weight that only this graph has, not at the beginning of its file."""
     found: list[onnx.TensorProto] = [
         tensor for tensor in model.graph.initializer if tensor.name.endswith("o_proj.weight")
     ]

@@ -113,8 +113,8 @@ def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
 def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
     exported: Export, family: str, kind: str, dtype: str
 ) -> None:
-    """The tokens of plain decoding, greedy and sampled; with our operators and without; nearly the
-    same logits everywhere."""
+    """With and without our operators, greedily and sampled, tokens equal plain decoding; the logits
+    are nearly equal."""
     directory = exported(family, kind, dtype)
     assert_weights_match_manifest(directory)
     for graph in load_manifest(directory).graphs:

@@ -64,7 +64,7 @@ class Steps:
 
 @contextmanager
 def noted(slots: Sequence[int]) -> Iterator[Steps]:
-    """Note what engines run. ``slots``: how many attention may read."""
+    """Note what engines run. ``slots``: number of slots that attention may read."""
     steps = Steps()
     step = DeviceEngine._step
     run_calls = DeviceEngine._run

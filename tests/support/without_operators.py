@@ -17,7 +17,7 @@ def without_operators() -> AbstractContextManager[None]:
 
 
 def with_operators() -> AbstractContextManager[None]:
-    """Use the library, also inside ``without_operators``."""
+    """Use the library, even inside ``without_operators``."""
     return _looking_at(LIBRARY)
 
 

@@ -45,8 +45,8 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def nearest(model: str) -> tuple[str, list[str]]:
-    """The builder's precision and options closest to a GGUF file, by the types of its layers and LM
-    head."""
+    """The builder's precision and options that come closest to a GGUF file, by the types of its
+    layers and LM head."""
     from collections import Counter
 
     from gguf import GGML_QUANT_SIZES, GGUFReader

@@ -577,8 +577,8 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches, which follow those of the base layers: first those of its
-    E blocks, then those of states."""
+    """Indices of the exit head's caches, which follow those of the base layers: first the caches of
+    its E blocks, then those of its states."""
     first = geometry.num_caches
     states = state_caches(geometry, exit_config)
     return range(first, first + exit_config.blocks + states)
