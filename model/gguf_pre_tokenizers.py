@@ -2,8 +2,8 @@
 file (``tokenizer.ggml.pre``).
 
 A file holds only the name. llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
-are part of the format. Expressions have Oniguruma's syntax. ``tests/support/gguf_tokenizers.py``
-compares the token ids with those of llama.cpp.
+are part of the format. Expressions have Oniguruma's syntax. ``lab/gguf_tokenizers`` compares
+the token ids with those of llama.cpp.
 """
 
 _CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from support.listening import listening, streamed
+from support.listening import listening
 
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import DRAFT_VOCAB_FILE
@@ -32,6 +32,7 @@ from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.llm import LLM, Speculation
 from lab.lease import Lease
+from lab.lease.clients import streamed
 from lab.lease.engines import made_up, random_engines
 from lab.lease.machine import SERVING, seconds_of
 from lab.lease.passes import exit_head, shape

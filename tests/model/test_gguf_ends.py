@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from support import gguf_files
 from support.command import export_engine, succeed
-from support.gguf_files import SPECIAL, VOCABULARY, Spec
-from support.gguf_tokenizers import write
+from support.gguf_files import SPECIAL, VOCABULARY, Spec, write_metadata
 
 import eesd
 from eesd.common.manifest import load_manifest
@@ -49,7 +48,7 @@ def vocabulary(family: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def ends_of(path: Path, metadata: dict[str, Any]) -> set[str]:
-    file = read_gguf(write(path / "model.gguf", metadata))
+    file = read_gguf(write_metadata(path / "model.gguf", metadata))
     return {metadata["tokens"][token] for token in end_tokens(Fields(file.metadata))}
 
 
@@ -82,7 +81,7 @@ def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, nam
     types = [3, *[1] * (len(tokens) - 2), kind]
     metadata = {"tokens": tokens, "token_type": types, "model": "gpt2", "pre": "qwen2"}
     metadata |= {"merges": gguf_files.MERGES, "eos_token_id": 0, "bos_token_id": 0}
-    path = write(tmp_path / "model.gguf", metadata)
+    path = write_metadata(tmp_path / "model.gguf", metadata)
     assert end_tokens(Fields(read_gguf(path).metadata)) == [0]
     tokenizer, _ = gguf_tokenizer(read_gguf(path))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -118,7 +117,7 @@ def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> No
 def test_marks_of_code_end_a_text_between_two_others(tmp_path: Path) -> None:
     [family] = [one for one in TABLE if one["name"] == "Qwen2.5-Coder"]
     metadata = vocabulary(family, pre="qwen2", merges=["a a"])
-    tokenizer, _ = gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+    tokenizer, _ = gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     marks = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix", "pad")]
     right = {"<|endoftext|>", *marks, "<|repo_name|>", "<|file_sep|>"}

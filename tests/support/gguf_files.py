@@ -1,8 +1,9 @@
 """GGUF files of tiny models, written with the ``gguf`` library as llama.cpp's converter writes
 them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ SPECIAL = ["<s>", "</s>", "<|end|>"]
 WORDS = ["th", "the", "Ġthe", "qu"]
 MERGES = ["t h", "th e", "Ġ the", "q u"]
 VOCABULARY = [*SPECIAL, *CHARACTERS, *WORDS]
+TOKENIZERS = Path(__file__).parent.parent / "data" / "gguf_tokenizers.json"
+"""Texts and vocabularies with llama.cpp's token ids. ``lab/gguf_tokenizers`` writes it."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,22 @@ def _metadata(spec: Spec) -> dict[str, Any]:
     named = {f"{spec.architecture}.{key}": value for key, value in own.items()}
     named |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     return named | {"tokenizer.chat_template": TEMPLATE}
+
+
+def write_metadata(path: Path, metadata: Mapping[str, Any]) -> Path:
+    """Write a file with only metadata. Names without a dot are in ``tokenizer.ggml``."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def digest(ids: Sequence[int]) -> str:
+    """A short hash of token ids."""
+    return sha256(str(list(ids)).encode()).hexdigest()[:6]
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -1,21 +1,9 @@
-"""A server in a thread on a real socket, and its clients in a separate process, so that they take
-no time of the server's Python.
+"""A server in a thread on a real socket. It needs no packages besides the server's."""
 
-It needs no packages besides the server's: a GPU that is lent for minutes has few.
-"""
-
-import json
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from http.client import HTTPConnection
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eesd.runtime.batch.service import Service
@@ -40,64 +28,3 @@ def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str
         app.state.serving.draining = True
         thread.join(30)
         assert not thread.is_alive()
-
-
-def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Results of clients that ask for the same completion at once and must get the same tokens.
-    Tokens per second are those of all clients."""
-    command = [sys.executable, __file__, address.partition("//")[2], str(clients), json.dumps(body)]
-    found: dict[str, Any] = json.loads(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    )
-    return found
-
-
-def _ask(
-    address: str, body: dict[str, Any], together: threading.Barrier
-) -> tuple[float, float, float, list[int]]:
-    """The times at which a request starts, gets its first token and ends, and its tokens."""
-    connection = HTTPConnection(address, timeout=120)
-    tokens = list[int]()
-    first = 0.0
-    connection.connect()
-    together.wait()
-    began = time.perf_counter()
-    asked = json.dumps(body | {"stream": True, "return_token_ids": True})
-    connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    for line in response:
-        if line.startswith(b"data: {"):
-            tokens += [
-                token
-                for choice in json.loads(line[6:])["choices"]
-                for token in choice.get("token_ids") or ()
-            ]
-            first = first or (time.perf_counter() if tokens else 0.0)
-    return began, first, time.perf_counter(), tokens
-
-
-def main(address: str, clients: int, body: dict[str, Any]) -> None:
-    with ThreadPoolExecutor(clients) as pool:
-        asked = list(
-            pool.map(
-                partial(_ask, address, body), [threading.Barrier(clients, timeout=60)] * clients
-            )
-        )
-    began, first, ended, texts = zip(*asked, strict=True)
-    assert all(text == texts[0] for text in texts), "clients got different tokens"
-    waits = [brought - start for brought, start in zip(first, began, strict=True)]
-    speed = sum(map(len, texts)) / (max(ended) - min(began))
-    print(
-        json.dumps(
-            {
-                "tokens a second": speed,
-                "seconds to the first token": median(waits),
-                "tokens": texts[0],
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

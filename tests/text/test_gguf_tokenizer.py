@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused by name.
 
-The expected hashes are of llama.cpp's token ids: ``support/gguf_tokenizers.py`` wrote them, and
+The expected hashes are those of llama.cpp's token ids. ``lab/gguf_tokenizers`` wrote them, and
 compares many more texts.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support import gguf_files
 from support.command import assert_refused, export_engine, run
-from support.gguf_files import MERGES, VOCABULARY, Spec
-from support.gguf_tokenizers import DATA, digest, write
+from support.gguf_files import MERGES, TOKENIZERS, VOCABULARY, Spec, digest, write_metadata
 
 from eesd.common.errors import EESDError
 from eesd.export.cli import main as export_main
@@ -22,7 +21,7 @@ from eesd.model.gguf_tokenizer import gguf_tokenizer
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
-EXPECTED = json.loads(DATA.read_text("utf-8"))
+EXPECTED = json.loads(TOKENIZERS.read_text("utf-8"))
 PRE = "tokenizer.ggml.pre"
 
 
@@ -31,7 +30,9 @@ PRE = "tokenizer.ggml.pre"
 )
 def test_token_ids_are_those_of_llama_cpp(tmp_path: Path, case: dict[str, Any]) -> None:
     for flags in case["flags"]:
-        path = write(tmp_path / "model.gguf", EXPECTED["vocabularies"][case["kind"]] | flags)
+        path = write_metadata(
+            tmp_path / "model.gguf", EXPECTED["vocabularies"][case["kind"]] | flags
+        )
         tokenizer, _ = gguf_tokenizer(read_gguf(path))
         found = [tokenizer.encode(text) for text in EXPECTED["texts"]]
         right = [
@@ -79,7 +80,7 @@ def test_digits_and_empty_lines_of_an_export(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
-    path = write(
+    path = write_metadata(
         tmp_path / "model.gguf",
         EXPECTED["vocabularies"]["llama"] | {"tokenizer.chat_template": "{{ bos_token }}x"},
     )
@@ -140,7 +141,7 @@ def test_equal_scores_that_cannot_matter_are_read(
     tmp_path: Path, metadata: dict[str, Any], text: str, ids: list[int]
 ) -> None:
     """The ids are those of llama.cpp."""
-    tokenizer, _ = gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+    tokenizer, _ = gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
     assert tokenizer.encode(text).ids == ids
 
 
@@ -159,7 +160,7 @@ def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
 ) -> None:
     """The tokenizers library merges one piece before the other, wherever they are in a text."""
     with pytest.raises(EESDError, match=r"scores that do not say which .* convert the model"):
-        gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+        gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,11 @@ def test_unknown_and_damaged_tokenizers_are_refused(
         "tokens": ["a", "b", "c", "ab"],
     }
     metadata |= {"merges": ["a b"], "scores": [0.5, 0.25, 0.0, 1.0]}
-    path = write(tmp_path / "model.gguf", metadata)
+    path = write_metadata(tmp_path / "model.gguf", metadata)
     assert "tokenizer.json" in resolved_tokenizer(path)
-    write(path, {name: value for name, value in (metadata | damage).items() if value is not None})
+    write_metadata(
+        path, {name: value for name, value in (metadata | damage).items() if value is not None}
+    )
     with pytest.raises(EESDError) as caught:
         resolved_tokenizer(path)
     message = str(caught.value)

@@ -1,11 +1,10 @@
-"""Odd texts, and vocabularies that reveal where a text is cut, for tests of the tokenizers of GGUF
-files.
+"""Compare every rule for cutting texts with llama.cpp on thousands of texts. It needs
+llama-cpp-python.
 
-With llama-cpp-python installed, this file compares every rule with llama.cpp on thousands of texts.
-``--write`` writes the expected results of ``tests/text/test_gguf_tokenizer.py``: hashes of
-llama.cpp's token ids.
+Texts are odd, and vocabularies reveal where a text is cut. ``--write`` writes the expected results
+of ``tests/text/test_gguf_tokenizer.py``: hashes of llama.cpp's token ids.
 
-    python tests/support/gguf_tokenizers.py [--texts 2000] [--vocabulary MODEL.gguf] [--write]
+    PYTHONPATH=tests python -m lab.gguf_tokenizers [--texts 2000] [--vocabulary M.gguf] [--write]
 """
 
 import argparse
@@ -17,19 +16,17 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import gguf
+from support.gguf_files import TOKENIZERS, digest, write_metadata
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from eesd.model.gguf_file import read_gguf
 from eesd.model.gguf_pre_tokenizers import PRE_TOKENIZERS
 from eesd.model.gguf_tokenizer import gguf_tokenizer
 
-DATA = Path(__file__).parent.parent / "data" / "gguf_tokenizers.json"
 SPECIAL = {
     "<unk>": 2,
     "<s>": 3,
@@ -60,8 +57,8 @@ def odd_texts(data: dict[str, Any], count: int) -> list[str]:
     """The texts of the test, and random ones: pieces that rules treat differently, and characters
     of many scripts.
 
-    Which characters are letters depends on Unicode's version, so only characters that Python has
-    names for are used.
+    Which characters are letters depends on Unicode's version, so only characters with a name in
+    Python are used.
     """
     chance = random.Random(0)
 
@@ -115,25 +112,6 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
     }
 
 
-def write(path: Path, metadata: dict[str, Any]) -> Path:
-    """Write a file with only metadata. Names without a dot are in ``tokenizer.ggml``."""
-    writer = gguf.GGUFWriter(path, "llama")
-    kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-    for key, value in metadata.items():
-        kinds.get(type(value), writer.add_array)(
-            key if "." in key else f"tokenizer.ggml.{key}", value
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
-def digest(ids: Sequence[int]) -> str:
-    """A short hash of token ids."""
-    return sha256(str(list(ids)).encode()).hexdigest()[:6]
-
-
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str], list[int]]]:
     """A function that tokenizes a text with llama.cpp and the vocabulary of a file."""
@@ -167,7 +145,7 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="write what the test expects")
     options = parser.parse_args()
-    data = json.loads(DATA.read_text("utf-8"))
+    data = json.loads(TOKENIZERS.read_text("utf-8"))
     texts = data["texts"] if options.write else odd_texts(data, options.texts)
     if options.vocabulary:
         given = {
@@ -184,7 +162,7 @@ def main() -> int:
             kind
         ]:
             with TemporaryDirectory() as directory:
-                path = write(Path(directory) / "model.gguf", vocabulary | flags)
+                path = write_metadata(Path(directory) / "model.gguf", vocabulary | flags)
                 tokenizer, _ = gguf_tokenizer(read_gguf(path))
                 with llama_cpp(path) as read:
                     triples = [(text, tokenizer.encode(text).ids, read(text)) for text in texts]
@@ -209,7 +187,7 @@ def main() -> int:
             if name != "cases"
         ]
         parts.append('"cases": [' + ",\n".join(json.dumps(case) for case in cases) + "]")
-        DATA.write_text("{" + ",\n".join(parts) + "}\n", "utf-8")
+        TOKENIZERS.write_text("{" + ",\n".join(parts) + "}\n", "utf-8")
     return int(different > 0)
 
 

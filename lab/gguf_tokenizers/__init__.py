@@ -1,0 +1,1 @@
+"""A comparison of the tokenizers of GGUF files with llama.cpp."""
