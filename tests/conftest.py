@@ -91,7 +91,7 @@ def planned(shared: Shared) -> late_gpus.Planned:
 LONG = (
     "leftovers", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build",
     "stages", "gguf", "distill", "linked", "distill_damage", "streams", "trt_engine",
-    "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity",
+    "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity", "late_gpus",
 )
 # fmt: on
 """Test files that take longest. They begin first, so that neither process waits for the other at

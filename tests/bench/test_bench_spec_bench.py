@@ -1,7 +1,10 @@
-"""The tool for Spec-Bench answers all turns of every question in every configuration, and reports
-them by category."""
+"""Tools of the lab. That for Spec-Bench answers all turns of every question in every configuration,
+and reports them by category; another one times calls. The tests do not check speeds."""
 
 import json
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
 from eesd.bench.replay.costs import COST_MODELS
+from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import operators
+from lab import shapes
 from lab.results import main as draw
 from lab.spec_bench import choose, main, read_questions
 from lab.spec_bench_table import PLAIN, Answer, Result, speedup
@@ -267,3 +272,45 @@ def test_speed_ups_compare_sums() -> None:
         lambda one: one.decode_seconds,
     )
     assert uneven.median == 1.5 and uneven.low == 1.0 and uneven.high == 2.0
+
+
+ROOT = Path(__file__).parent.parent.parent
+NO_TOOLS = ("__init__", "spec_bench_table")
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_calls_of_a_directory_are_timed(engine: Path, backend: str) -> None:
+    longest = load_manifest(engine).max_seq_len
+    sizes = ("--nodes", "1 2", "--behind", f"16 {longest}", "--threads", 1, "--repeats", 3)
+    shown = succeed(shapes.main, engine, "--backend", backend, *sizes).stdout
+    rows = dict(re.findall(r"^\| (.*\d) \| (.*\)) \|", shown, re.MULTILINE))
+    # There is no room after the longest text.
+    assert [*rows] == [
+        "draft step after 16",
+        "verify 1 after 16",
+        "verify 2 after 16",
+        "first token of 16",
+    ]
+    for cell in rows.values():
+        median, low, high = map(float, re.findall(r"[\d.]+", cell))
+        assert 0 <= low <= median <= high > 0
+    assert float(shown.split()[1]) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["peers", *(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem not in NO_TOOLS)],
+)
+def test_every_tool_starts_in_one_way(name: str) -> None:
+    command = [sys.executable, "-m", f"lab.{name}", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (
+        result.returncode == 0
+        and "Usage: " in result.stdout
+        and result.stdout.count("Options:") == 1
+    ), result.stderr
+    assert f"python -m lab.{name} " in (ROOT / "docs/bench.md").read_text("utf-8")
+
+
+def test_lists_of_numbers_are_checked(engine: Path) -> None:
+    assert_refused(run(shapes.main, engine, "--nodes", "1 x"), "--nodes '1 x'", "positive integers")

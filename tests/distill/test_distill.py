@@ -1,5 +1,5 @@
-"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, and validation against
-the runtime."""
+"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, validation against the
+runtime, and its code for GPUs on the CPU."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from support.engine_dirs import edit_manifest
 from support.gguf_files import Spec
 
 import eesd
+from eesd.common.architecture import Model, block
 from eesd.common.errors import EESDError
+from eesd.common.shapes import NO_HEAD
 from eesd.distill import run as distill_run
 from eesd.distill import teacher
+from eesd.distill import teacher as teacher_module
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.charts import draw_training
 from eesd.distill.cli import main
@@ -42,7 +46,7 @@ from eesd.distill.metrics import MetricsLog
 from eesd.distill.own_engine import EngineTeacher, EngineWriter
 from eesd.distill.portions import portions
 from eesd.distill.run import SLOWLY
-from eesd.distill.teacher import Teacher
+from eesd.distill.teacher import Teacher, full_sequence_inputs, largest
 from eesd.distill.trainer import LATE
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
@@ -762,3 +766,50 @@ def test_two_processes_have_the_losses_of_one_process(
     monkeypatch.setattr(distill_run, "FIRST", 1000)
     distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 4, "--steps", 8)
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen3-bias"])
+def test_whole_passes_have_the_states_of_masked_ones(
+    family: str, family_dir: Callable[[str], Path], monkeypatch: Any
+) -> None:
+    checkpoint = Checkpoint(family_dir(family))
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    teacher = Teacher(load_decoder(checkpoint), [1, 3], 5, "float32")
+    expected, wanted = teacher(ids)
+    monkeypatch.setattr(
+        teacher_module, "full_sequence_inputs", partial(full_sequence_inputs, whole=True)
+    )
+    hidden, targets = teacher(ids)
+    for layer, states in hidden.items():
+        torch.testing.assert_close(states, expected[layer], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(targets.top_logprobs, wanted.top_logprobs, atol=1e-3, rtol=1e-3)
+
+
+def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[str], Path]) -> None:
+    checkpoint = Checkpoint(family_dir("llama-linear"))
+    decoder: Any = load_decoder(checkpoint)
+    described = Model(checkpoint.geometry, NO_HEAD).layer(0)
+    layer = decoder.model.layers[0].requires_grad_()
+    x = torch.randn(2, 30, checkpoint.geometry.hidden_size)
+    gradients = []
+    for whole in (False, True):
+        inputs, [cache] = full_sequence_inputs(
+            checkpoint.geometry, 2, 30, 1, torch.float32, x.device, whole
+        )
+        assert cache[0].numel() == (0 if whole else x.shape[0] * 30 * 2 * 16)
+        layer.zero_grad()
+        block(decoder.operations(inputs, [cache]), described, x).square().mean().backward()
+        gradients.append(
+            [value.grad.clone() for value in layer.parameters() if value.grad is not None]
+        )
+    assert len(gradients[0]) == len(list(layer.parameters()))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [64 * 40, 64 * 40 + 1, 64 * 8])
+def test_the_largest_logits_are_those_of_topk(vocabulary: int) -> None:
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[0, :64] += 20  # all in one block
+    for found, expected in zip(largest(logits, 8), logits.topk(8), strict=True):
+        assert torch.equal(found, expected)

@@ -1,8 +1,13 @@
-"""GGUF files give the weights, tokens and token ids that transformers reads from them, or are
-refused by name."""
+"""A model in one or several GGUF files gives the weights, tokens and token ids that transformers
+reads from them, or is refused by name.
 
+Texts end where llama.cpp ends them, and tokens that a file calls text remain text.
+"""
+
+import json
 import shutil
 import struct
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,18 @@ from onnx import load, numpy_helper
 from support import gguf_files
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, logits_of
-from support.gguf_files import EXPERTS, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Spec
+from support.gguf_files import (
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    SPECIAL,
+    VOCABULARY,
+    Spec,
+    write_metadata,
+)
 from support.without_operators import float32_activations
 from transformers import (
     AutoConfig,
@@ -39,16 +55,22 @@ from eesd.common.quantization import (
     parts_of,
 )
 from eesd.common.weights import EMBEDDINGS, MINIMUMS, SCALES, weights_of
+from eesd.export.cache import place_of
 from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.families import FAMILIES
-from eesd.model.gguf_file import OWN_LEVELS, GgufTensor
+from eesd.model.fields import Fields
+from eesd.model.gguf_file import OWN_LEVELS, GgufTensor, read_gguf
+from eesd.model.gguf_special import end_tokens
+from eesd.model.gguf_tokenizer import gguf_tokenizer
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 from eesd.model.quantized import dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.llm import Speculation
-from eesd.runtime.text import TextCodec
+from eesd.runtime.text import TextCodec, TextStream
+from eesd.serve.grammar.fill_in import ends_between
 
 PROMPT = [0, 40, 77, 5, 210, 99, 33]
 ARCHITECTURES = {
@@ -847,3 +869,177 @@ def test_heads_of_layers_that_differ_are_refused(tmp_path: Path, heads: list[Any
     path = gguf_files.write(tmp_path / "model.gguf", Spec("lfm2", tied=True, metadata=metadata))
     with pytest.raises(EESDError, match="head_count_kv"):
         Checkpoint(path)
+
+
+TABLE = json.loads((Path(__file__).parent.parent / "data" / "gguf_ends.json").read_text("utf-8"))
+KINDS = {"normal": 1, "control": 3, "user": 4}
+MORE = {"\u2581<EOT>", "<|end_of_turn|>"}
+"""Ends in this table that llama.cpp does not find by name."""
+TEMPLATE = "tokenizer.chat_template"
+
+
+def vocabulary(family: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The metadata of a small file with a family's special tokens."""
+    types = {token: kind for name, kind in KINDS.items() for token in family.get(name, ())}
+    types = {"<unk>": 2, "a": 1, "aa": 1} | types
+    tokens = list(types)
+    given = {"eos_token_id": family["eos"]} | family.get("given", {})
+    return {
+        "model": family["model"],
+        "tokens": tokens,
+        "token_type": list(types.values()),
+        "bos_token_id": 1,
+        **{key: tokens.index(token) for key, token in given.items()},
+        **more,
+    }
+
+
+def ends_of(path: Path, metadata: dict[str, Any]) -> set[str]:
+    file = read_gguf(write_metadata(path / "model.gguf", metadata))
+    return {metadata["tokens"][token] for token in end_tokens(Fields(file.metadata))}
+
+
+@pytest.mark.parametrize("family", TABLE, ids=lambda family: family["name"])
+def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, Any]) -> None:
+    control = family["control"]
+    given = {family["eos"], *family.get("given", {}).values()}
+    right = {token for token in family["llama_cpp"] if token in control or token in given}
+    assert ends_of(tmp_path, vocabulary(family)) == right | MORE.intersection(control)
+
+
+def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
+    tmp_path: Path,
+) -> None:
+    """As in files of Gemma 2 from before the converter wrote this type."""
+    [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
+    template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
+    assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))
+    metadata = vocabulary(family, scores=[0.0] * 20, **{TEMPLATE: template})
+    assert ends_of(tmp_path, metadata) == {"<eos>", "<end_of_turn>"}
+    tokenizer, _ = gguf_tokenizer(read_gguf(tmp_path / "model.gguf"))
+    ids = tokenizer.encode("</s><end_of_turn>", add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == "</s>"
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+@pytest.mark.parametrize("name", ["</s>", "<|im_end|>", "<fim_prefix>", "[EOS]"])
+def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, name: str) -> None:
+    tokens = ["<|x|>", *VOCABULARY[len(SPECIAL) :], name]
+    types = [3, *[1] * (len(tokens) - 2), kind]
+    metadata = {"tokens": tokens, "token_type": types, "model": "gpt2", "pre": "qwen2"}
+    metadata |= {"merges": gguf_files.MERGES, "eos_token_id": 0, "bos_token_id": 0}
+    path = write_metadata(tmp_path / "model.gguf", metadata)
+    assert end_tokens(Fields(read_gguf(path).metadata)) == [0]
+    tokenizer, _ = gguf_tokenizer(read_gguf(path))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    ids = codec.encode(f"the {name} <|x|>!")
+    last = tokens.index(name)
+    assert last in ids and codec.decode(ids) == f"the {name} !"
+    stream = TextStream(codec, [], ())
+    assert "".join(map(stream.push, ids)) == f"the {name} !"
+
+
+def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> None:
+    """Here at a token that no metadata name: the likeliest first one, named ``<|fim_pad|>``."""
+    path = gguf_files.write(tmp_path / "first.gguf", Spec())
+    plain = eesd.load(export_engine(path, tmp_path / "first")).generate([40, 77], max_new_tokens=6)
+    end = next(token for token in plain.tokens if token >= len(SPECIAL))
+    tokens = list(VOCABULARY)
+    types = [3] * len(SPECIAL) + [1] * len(VOCABULARY)
+    tokens[end] = "<|fim_pad|>"
+    types[end] = 3
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    metadata |= {"tokenizer.ggml.merges": ["t h"]}
+    engine = export_engine(
+        gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata)), tmp_path / "plans"
+    )
+    assert load_manifest(engine).eos_token_ids == (1, 2, end)
+    assert f"1, 2, {end}" in succeed(inspect_main, engine).stdout
+    found = eesd.load(engine).generate([40, 77], max_new_tokens=6)
+    assert found.tokens == plain.tokens[: plain.tokens.index(end) + 1]
+    assert found.finish_reason == "stop"
+
+
+def test_marks_of_code_end_a_text_between_two_others(tmp_path: Path) -> None:
+    [family] = [one for one in TABLE if one["name"] == "Qwen2.5-Coder"]
+    metadata = vocabulary(family, pre="qwen2", merges=["a a"])
+    tokenizer, _ = gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    marks = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix", "pad")]
+    right = {"<|endoftext|>", *marks, "<|repo_name|>", "<|file_sep|>"}
+    found = ends_between(TextCodec(tmp_path))
+    assert {metadata["tokens"][token] for token in found} == right
+
+
+SPEC = Spec(matrices="Q4_0", table="Q8_0")
+
+
+def part(directory: Path, number: int) -> Path:
+    return directory / f"model-{number:05d}-of-00004.gguf"
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    directory = tmp_path / "split"
+    directory.mkdir()
+    first = gguf_files.write(directory / "model.gguf", SPEC, most=8)
+    assert sorted(directory.iterdir()) == [part(directory, number) for number in (1, 2, 3, 4)]
+    assert first == part(directory, 1)
+    return directory
+
+
+def test_parts_are_the_model_of_the_joined_file(split: Path, tmp_path: Path) -> None:
+    joined = gguf_files.write(tmp_path / "model.gguf", SPEC)
+    first = part(split, 1)
+    assert Checkpoint(first).fingerprint() == Checkpoint(joined).fingerprint()
+    assert resolved_tokenizer(first) == resolved_tokenizer(joined)
+    texts = [
+        eesd.load(export_engine(model, tmp_path / name)).generate([40, 77], max_new_tokens=8)
+        for model, name in ((first, "first"), (joined, "joined"))
+    ]
+    assert texts[0].tokens == texts[1].tokens
+
+
+def test_the_cache_knows_all_parts(split: Path) -> None:
+    before = place_of(split, "model", part(split, 1), {}, None)
+    with part(split, 3).open("ab") as file:
+        file.write(b"x")
+    assert place_of(split, "model", part(split, 1), {}, None) != before
+
+
+@pytest.mark.parametrize(
+    ("damage", "given", "words"),
+    [
+        (lambda here: part(here, 3).unlink(), 1, ("00003-of-00004.gguf is missing beside it",)),
+        (
+            lambda here: None,
+            2,
+            ("one of the 4 parts", "give the first one", "model-00001-of-00004"),
+        ),
+        (lambda here: shutil.copy(part(here, 2), part(here, 3)), 1, ("not part 3 of 4",)),
+        (
+            lambda here: shutil.copy(
+                gguf_files.write(
+                    here / "other.gguf", Spec(matrices="Q4_0", table="Q8_0", tied=True), most=8
+                ).with_name("other-00004-of-00004.gguf"),
+                part(here, 4),
+            ),
+            1,
+            ("different models", "tensors"),
+        ),
+    ],
+)
+def test_missing_and_foreign_parts_are_refused(
+    split: Path, damage: Callable[[Path], object], given: int, words: tuple[str, ...]
+) -> None:
+    damage(split)
+    with pytest.raises(EESDError) as caught:
+        Checkpoint(part(split, given))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_first_part_with_another_name_is_refused(split: Path) -> None:
+    other = part(split, 1).rename(split / "weights.gguf")
+    with pytest.raises(EESDError, match=r"with its own name: weights-00001-of-00004\.gguf"):
+        Checkpoint(other)
