@@ -15,12 +15,12 @@ from pathlib import Path
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 if WORKER and hasattr(os, "sched_setaffinity"):
     # Before torch and ONNX Runtime count the processors: two processes with two spinning threads
-    # each are slower than this.
+    # each would be slower.
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads it when torch imports it: kernels then run on the CPU.
+    # Triton reads this when torch imports it. Kernels then run on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
@@ -52,7 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the operators away before tests are collected: some are left out without them."""
+    """Hide the operators before tests are collected, because some tests are skipped without
+    them."""
     if config.getoption("--without-operators"):
         hidden = ExitStack()
         hidden.enter_context(without_operators())
@@ -61,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """Give a name and a function that fills a directory; get the directory, filled once for all
-    test processes."""
+    """A function of a name and of a function that fills a directory. Returns the directory, which
+    is filled once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if WORKER else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -73,7 +74,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
             if not (root / f"{name}.done").exists():
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
-                with with_operators():  # Whichever test comes first, all find the same files.
+                with with_operators():  # The files do not depend on the test that comes first.
                     fill(path)
                 (root / f"{name}.done").touch()
         return path
@@ -94,8 +95,9 @@ LONG = (
     "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity", "late_gpus",
 )
 # fmt: on
-"""Test files that take longest. They begin first, so that neither process waits for the other at
-the end. The first one forks its process hundreds of times, which takes long once that is large."""
+"""The test files that take longest. They run first, so that neither process waits for the other at
+the end. The first file forks its process hundreds of times, which is slow once the process is
+large."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,20 +107,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def level_of_logging() -> Iterator[None]:
-    """Give back the level of all logging, which commands set that run within a test process."""
+    """Restore the level of logging, which commands within a test process change."""
     level = logging.root.level
     yield
     logging.root.setLevel(level)
 
 
 TENSOR_MAKERS = _device_constructors()
-"""torch remembers these functions when it needs them first. If one of them is then another one,
-which a test put there or transformers while it loads a model, transformers leaves rotary
-frequencies unset in all that follows."""
+"""torch caches these functions at the first use. If a test, or transformers while it loads a model,
+has replaced one at that moment, transformers leaves rotary frequencies unset from then on."""
 
 
 def state_of_torch() -> dict[str, object]:
-    """What torch has once for a process or thread."""
+    """The global state of torch in a process or thread."""
     return {
         "default type": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -132,7 +133,8 @@ def state_of_torch() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def torch_as_before() -> Iterator[None]:
-    """A test that leaves torch in another state fails itself, not a later one in its process."""
+    """A test that changes the state of torch fails itself, instead of a later test of its
+    process."""
     before = state_of_torch()
     yield
     assert state_of_torch() == before, "the test left torch in another state"
@@ -140,8 +142,8 @@ def torch_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family_dir(shared: Shared) -> Callable[[str], Path]:
-    """Give a family's name, get its checkpoint directory. Copy it before changing anything in
-    it."""
+    """A function of a family's name that returns its checkpoint directory. Copy the directory
+    before changing it."""
     return lambda name: shared(f"family-{name}", lambda path: build(FAMILIES[name], path))
 
 
@@ -188,7 +190,7 @@ def reduced_five_token_harness(shared: Shared) -> Harness:
 
 @pytest.fixture(scope="session")
 def five_token_harness(shared: Shared) -> Harness:
-    """Engines of a model with five tokens: few enough to enumerate every outcome."""
+    """Engines of a model with five tokens, few enough to enumerate every outcome."""
     return Harness(
         shared("five-tokens", lambda path: fill_harness(path, 5, layers=3, slots=64, damping=0.5))
         / "plans"
@@ -236,7 +238,7 @@ def engine(shared: Shared, text_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def quantized_engine(shared: Shared, text_model: Path) -> Path:
-    """The same, with the whole model in 4 bits as the draft."""
+    """The same engines with the whole model in 4 bits as the draft."""
     return (
         shared(
             "quantized",

@@ -1,4 +1,4 @@
-"""The calibration and cost-aware drafting: what they learn from streams whose truth is known."""
+"""The calibration and cost-aware drafting learn the known parameters of simulated streams."""
 
 import dataclasses
 import json
@@ -205,7 +205,7 @@ def test_one_length_of_drafts_is_known_by_its_step() -> None:
 
 
 def test_a_count_that_was_slow_once_is_tried_again() -> None:
-    """Three tokens took fifty times too long, once. The estimate is soon that of the other counts,
+    """Three tokens once took fifty times too long. The estimate soon agrees with the other counts,
     and a sample corrects it."""
     curve = CostCurve(from_zero=True)
     curve.add(1, 1.0)
@@ -281,8 +281,8 @@ def test_drafts_longer_when_drafting_is_cheaper() -> None:
 
 
 def test_drafts_one_token_where_no_draft_pays() -> None:
-    """Nothing is ever accepted: it drafts as little as it can. To stop altogether is the guard's
-    part."""
+    """Nothing is ever accepted, so it drafts as little as possible. Only the guard stops
+    drafting."""
     controller = CostAwareTS()
     drafted = []
     for _ in range(300):
@@ -293,8 +293,8 @@ def test_drafts_one_token_where_no_draft_pays() -> None:
 
 
 def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
-    """A directory whose exit head has a calibration starts from it, one without from the default; a
-    damaged one is named."""
+    """Drafting starts from the calibration of the exit head, or from the default. The message about
+    a damaged calibration names it."""
     file = engine_copy / "manifest.json"
     manifest = json.loads(file.read_text())
 

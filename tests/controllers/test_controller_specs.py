@@ -1,4 +1,4 @@
-"""Whatever stands in ``--controller``, it is a controller or one sentence."""
+"""Any value of ``--controller`` gives a controller or one sentence."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Controllers alone: what they decide, and what they learn."""
+"""Controllers alone: their decisions, and their learning."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,7 @@ SPECS = [
 
 
 def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
-    """Decisions in a made-up stream of rounds, to which the controller is also told what became of
-    them."""
+    """Decisions in an invented stream of rounds, whose outcomes the controller observes."""
     random = np.random.default_rng(seed)
     decisions = []
     for number in range(count):
@@ -66,7 +65,7 @@ def step(depth: int, probability: float = 0.5, margin: float = 1.0) -> DraftStep
 def outcome(
     steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0
 ) -> RoundOutcome:
-    """A round of a chain whose steps cost ``draft_seconds`` each."""
+    """A round of a chain whose steps take ``draft_seconds`` each."""
     return RoundOutcome(
         steps, steps * draft_seconds, steps, steps, verify_seconds, accepted, num_expanded=accepted
     )
@@ -102,7 +101,7 @@ def test_beta_ts_counts_what_was_judged(
 
 
 def test_beta_ts_continues_as_often_as_its_posterior_says() -> None:
-    """It goes on as often as the mean of Beta(alpha + accepted, beta + rejected) says."""
+    """It continues with the frequency of the mean of Beta(alpha + accepted, beta + rejected)."""
     controller = BetaTS(alpha=2, beta=1, discount=1, seed=3)
     for _ in range(5):
         controller.observe(outcome(2, 1))

@@ -1,4 +1,4 @@
-"""The guard: with made-up seconds, and in sessions whose clock only the engines move."""
+"""The guard, with invented seconds, and in sessions whose clock only the engines advance."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ def note(guard: Guard, outcome: RoundOutcome, expected: float, seconds: float) -
 
 
 def drafting(tokens: int, draft_seconds: float, verify_seconds: float = 1.0) -> RoundOutcome:
-    """A round of two draft steps that brought ``tokens`` tokens."""
+    """A round of two draft steps that committed ``tokens`` tokens."""
     return chain_outcome(2, tokens - 1, draft_seconds, verify_seconds)
 
 
 def copied(tokens: int, nodes: int = 4) -> RoundOutcome:
-    """A round that verified what the text proposed."""
+    """A round that verified proposals of the text."""
     return RoundOutcome(
         steps=0,
         draft_seconds=0.0,
@@ -44,8 +44,8 @@ def play(
     tokens: int = 2,
     expected: float | None = None,
 ) -> list[bool]:
-    """Rounds of fixed cost: a drafting one takes ``seconds`` and brings ``tokens``, a plain one
-    brings one. Which drafted."""
+    """Run rounds of fixed cost: a drafting round takes ``seconds`` and commits ``tokens``, a plain
+    round commits one. Returns which rounds drafted."""
     drafted = []
     for _ in range(rounds):
         if guard.allows(EXIT):
@@ -79,7 +79,7 @@ def test_stays_while_drafting_is_faster() -> None:
 
 @pytest.mark.parametrize("seconds", [2.0, 2.1, 2.5, 4.0])
 def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
-    """One round, of which nothing was known, and the allowance."""
+    """It loses one round, whose cost was unknown, and the allowance."""
     guard = Guard()
     drafted = play(guard, 4000, seconds)
     lost = sum(drafted) * (seconds - 2)
@@ -120,7 +120,7 @@ def test_does_not_judge_before_it_knows_plain_decoding() -> None:
 
 
 def test_stalls_do_not_stop_it() -> None:
-    """Every eighth call takes several times as long. The first drafting round is one of them."""
+    """Every eighth call takes several times as long, among them the first drafting round."""
     guard = Guard()
     random = np.random.default_rng(0)
     drafted = []
@@ -137,7 +137,7 @@ def test_stalls_do_not_stop_it() -> None:
 @pytest.mark.parametrize("slowed", [1, 2])
 @pytest.mark.parametrize("times", [3, 30])
 def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
-    """Of fifty fresh processes none is without drafts because its first calls took long."""
+    """None of fifty new processes stops drafting because its first calls took long."""
     for tokens in np.random.default_rng(0).integers(1, 5, 50).tolist():
         guard = Guard()
         drafted = 0
@@ -153,8 +153,8 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
 
 
 def test_bad_luck_does_not_stop_it() -> None:
-    """Rounds of 1 or 3 tokens where 2 are expected, at 1.7 plain steps: now and then there are many
-    of 1 in a row."""
+    """Rounds commit 1 or 3 tokens where 2 are expected, and take 1.7 plain steps. Sometimes many
+    rounds of 1 token follow each other."""
     guard = Guard()
     random = np.random.default_rng(0)
     drafted = []
@@ -168,13 +168,13 @@ def test_bad_luck_does_not_stop_it() -> None:
 
 
 def test_expectations_that_are_not_met_count_for_little() -> None:
-    """Rounds bring one token in two plain steps, but are expected to bring three."""
+    """Rounds commit one token in two plain steps where three are expected."""
     drafted = play(Guard(), 500, 2.0, tokens=1, expected=3.0)
     assert sum(drafted) < 30
 
 
 def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
-    """Everything takes five times longer for a while: drafting pays, and goes on."""
+    """All calls take five times longer for a while: drafting pays, and continues."""
     guard = Guard()
     play(guard, 500, 1.3)
     drafted = play(guard, 200, 5 * 1.3, plain=5.0)
@@ -198,8 +198,8 @@ def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> No
 
 
 def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
-    """It brings the tokens that the allowance is for. Rounds without any draft may be as rare as
-    probes are."""
+    """The other drafter commits the tokens that increase the allowance. Rounds without drafts may
+    be as rare as probes."""
     guard = Guard()
     play(guard, TERMS.near, 1.0)
     while guard.allows(EXIT):
@@ -217,8 +217,8 @@ def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
 
 
 def test_a_pause_does_not_hold_back_what_is_sure() -> None:
-    """Stalls in the text's first rounds cost it its account. What repeats is drafted all the same,
-    but not in a probe."""
+    """Stalls in the first rounds empty the text's account. Repetitions are still drafted, but not
+    in a probe."""
     guard = Guard()
     assert not guard.allows(TEXT, TERMS.sure)
     play(guard, TERMS.near, 1.0)
@@ -273,7 +273,7 @@ def test_fast_drafting_does_not_pause(harness: Harness, monkeypatch: pytest.Monk
 
 
 def test_pauses_are_counted_by_request(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard outlives a session; its earlier pauses are not the next session's."""
+    """The guard outlives a session. Its earlier pauses do not affect the next session."""
     guard = Guard()
     first = timed_session(harness, monkeypatch, draft_seconds=3.0, guard=guard)
     finish(first)

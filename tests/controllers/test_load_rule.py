@@ -1,5 +1,5 @@
-"""What the batch's rule decides, in a simulation: rows whose drafts are accepted at known rates,
-calls of known cost."""
+"""Decisions of the batch's rule in a simulation with known acceptance rates of rows and known costs
+of calls."""
 
 from collections.abc import Callable
 from math import log
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.fast
 
 SLOTS = 256
 PRIOR = CalibrationPrior(accept=(0.0, 0.0, 1.0, 0.0, 0.0), following=(0.0, 0.0, 0.0, 0.0, 0.0))
-"""The draft's log-odds are those of acceptance, and say nothing about the token behind."""
+"""The draft's log-odds are those of acceptance, and independent of the next token."""
 
 
 def verify_seconds(rows: int, nodes: int) -> float:
-    """A model whose weights take 20 ms, and a node 0.9 ms: measured with 135 M weights in float32
-    on two processors."""
+    """Weights take 20 ms, and a node 0.9 ms, as measured with 135 M weights in float32 on two
+    processors."""
     return 20e-3 + 0.7e-3 * rows + 0.9e-3 * nodes
 
 
 def eight_at_once(_: int, nodes: int) -> float:
-    """Kernels that take eight nodes in the time of one."""
+    """Kernels process eight nodes in the time of one."""
     return 10e-3 * -(-nodes // 8)
 
 
@@ -35,8 +35,8 @@ def draft_seconds(rows: int) -> float:
 
 
 class Rows:
-    """Rows that draft and are verified under a rule, until so many rounds are over. Chances are
-    around 0.9 or 0.2."""
+    """Rows draft and are verified under a rule, for ``rounds`` rounds. Chances are around 0.9 or
+    0.2."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Rows:
         self.levels = 0.0
 
     def run(self, rounds: int) -> float:
-        """Tokens per second of the second half of so many rounds."""
+        """Tokens per second in the second half of the rounds."""
         for number in range(rounds):
             if number == rounds // 2:
                 self.tokens = 0
@@ -184,7 +184,7 @@ def rule_of(
 
 
 def test_a_budget_pays_its_rows_part() -> None:
-    """Of what it costs if all rows verify as many nodes."""
+    """Relative to the cost if all rows verify the same number of nodes."""
     rule = rule_of(8, verify_seconds)
     assert rule.price(np.array(3)) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
     assert LoadRule(PRIOR, 2).levels([[0.9, 0.8, 0.7], [0.9]]) == [2, 1]
@@ -249,7 +249,7 @@ def _seconds(rows: int, nodes: int, slots: int) -> float:
 
 
 def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
-    """The curve holds for longer texts, too. No larger call costs less."""
+    """The curve also holds for longer texts, and no larger call costs less."""
     costs = BatchCosts()
     for _ in range(20):
         for nodes in (1, 2, 4, 7, 8, 9, 12, 16):
@@ -262,8 +262,8 @@ def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
 
 
 def test_a_slower_machine_is_slower_for_all_sizes() -> None:
-    """Plain rounds teach the pace for all sizes. A further node then costs as many plain rounds as
-    before."""
+    """Plain rounds set the pace for all sizes. The cost of a further node, in plain rounds, stays
+    the same."""
     costs = BatchCosts()
     for _ in range(10):
         for nodes in (1, 2, 4, 8, 16):
@@ -280,7 +280,7 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
 
 
 def test_a_few_fast_calls_are_no_failure() -> None:
-    """The line is not determined by them, and their moments are large."""
+    """These calls do not determine the line, and their moments are large."""
     costs = BatchCosts()
     for seconds in (1e-6, 2e-6, 1e-8):
         costs.add(4, 1024, 8192, seconds)

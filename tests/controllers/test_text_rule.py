@@ -1,4 +1,4 @@
-"""The rule for what the text proposes, with made-up seconds."""
+"""The rule for proposals of the text, with invented seconds."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,8 @@ def round_of(
 def taught(
     rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP
 ) -> TextRule:
-    """Rounds in which ``rights`` of ten proposed tokens were right; so many were verified."""
+    """Rounds in which ``rights`` of ten proposed tokens were right, and ``verified`` were
+    verified."""
     rule = TextRule()
     for number, right in enumerate(rights):
         verified = nodes[number % len(nodes)]
@@ -69,8 +70,7 @@ def test_chances_become_those_of_the_text() -> None:
 
 
 def test_labels_need_no_verified_nodes() -> None:
-    """What was proposed in plain rounds teaches as much: a text that turns out to repeat is copied
-    at once."""
+    """Proposals in plain rounds teach as much: as soon as a text repeats, it is copied."""
     wrong = taught([0] * 200, nodes=[0])
     right = taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9
@@ -124,8 +124,8 @@ def test_the_text_replaces_drafting_where_it_is_worth_more(
 
 
 def test_drafting_that_is_good_because_the_text_is_does_not_count() -> None:
-    """A draft that brings nothing alone, and much where the text goes on behind it, is no reason to
-    draft."""
+    """A draft that gains nothing alone, but much where the text continues after it, is not worth
+    drafting."""
     rule = taught([4, 0, 1, 2] * 10)
     for number in range(80):
         copies = number % 2 == 0

@@ -1,5 +1,4 @@
-"""A budget chooses what is verified of all that the draft proposes; the tokens stay those of plain
-decoding."""
+"""A budget chooses the draft's proposals to verify. The tokens stay those of plain decoding."""
 
 from typing import Any
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.fast
 DRAFT = 0.1
 PLAIN = 1.0
 NODE = 0.05
-"""Seconds of a draft step, of verify over the root, and of each node more."""
+"""Seconds of a draft step, of verify over the root, and of each further node."""
 
 
 def step(margin: float = 1.0) -> DraftStep:
@@ -108,7 +107,7 @@ def test_the_best_of_the_proposed_paths_are_verified(harness: Harness, width: in
 
 
 def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
-    """Behind first choices, as a device that drafts it ahead does without asking."""
+    """After first choices, as a device that drafts ahead does."""
     for prompt in PROMPTS:
         alone, budgeted = (
             drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget)
@@ -118,7 +117,7 @@ def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
 
 
 def test_a_chain_without_logits_has_the_engines_candidates() -> None:
-    """No more than the draft engine tells of its likeliest tokens."""
+    """At most as many as the likeliest tokens that the draft engine returns."""
 
     def no_logits() -> Any:
         raise AssertionError("a chain that was drafted ahead has no logits")
@@ -132,7 +131,7 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
 
 
 def test_a_chain_gets_second_candidates(harness: Harness) -> None:
-    """Drafting as many tokens, the rounds are fewer, since second choices come true."""
+    """With as many drafted tokens there are fewer rounds, because some second choices are right."""
     rounds = {}
     found = {}
     for budget in (None, TreeBudget()):
@@ -152,7 +151,7 @@ def test_a_chain_gets_second_candidates(harness: Harness) -> None:
 
 
 class Listener(Fixed):
-    """Drafts three tokens and keeps what it is told."""
+    """Drafts three tokens, and keeps its observations."""
 
     def __init__(self) -> None:
         super().__init__(k=3)
@@ -185,7 +184,7 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
-    """The first choice's is the calibrated one, the others share what is left by their scores, in
+    """The first choice has the calibrated chance. The others share the rest by their scores, in
     order."""
     budget = TreeBudget()
     z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])

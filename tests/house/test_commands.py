@@ -37,8 +37,8 @@ SCRIPTS = {name: command(script) for name, script in PYPROJECT["project"]["scrip
 
 
 def lines() -> Iterator[tuple[str, click.Command, click.Command, tuple[str, ...]]]:
-    """For every command and subcommand: name, main command, command, and the arguments that lead to
-    it."""
+    """Name, main command, command, and the arguments that select it, for every command and
+    subcommand."""
     for name, main in (SCRIPTS | {"shapes": shapes.main}).items():
         yield name, main, main, ()
         for sub in getattr(main, "commands", {}).values():

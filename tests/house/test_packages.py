@@ -45,7 +45,7 @@ def jobs() -> dict[str, str]:
 
 @pytest.mark.usefixtures("both")
 def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) -> None:
-    """They overwrite each other's files, so what runs depends on the order of installation."""
+    """They overwrite each other's files, so the order of installation decides which one runs."""
     words = (
         "onnxruntime-gpu 1.30.0 are both installed",
         "pip uninstall -y onnxruntime onnxruntime-gpu; pip install",
@@ -140,7 +140,7 @@ def test_the_version_is_that_of_the_module() -> None:
 def test_what_is_missing_is_installed_from_where_eesd_came(
     url: str | None, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A package index may not have the name, or may have another project under it."""
+    """A package index may lack the name, or have another project under it."""
     checkout = Path(__file__).parents[2]
     assert machine.pip_install("export") == f"pip install -e '{checkout}[export]'"
     found = tmp_path / "lib" / "site-packages"

@@ -170,7 +170,7 @@ def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
 
 
 def test_every_import_of_the_package_is_a_file() -> None:
-    """As an editor without an installation sees it: each import is a plain file below src."""
+    """An editor without an installation sees only plain files below src."""
     known = {name for name, _ in modules()} | set(MAY_IMPORT) | {"__version__"}
     for _, path in modules():
         for imported, _ in imports(path):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 PACKAGE = Path(__file__).parent.parent.parent / "src" / "eesd"
 TRICKY = "[red]x[/red] [/] [bold :smile: \\[b] 1.5 'eesd[tensorrt]' https://x.y"
 NAME = TRICKY.replace("/", "|")
-"""The same as a file name."""
+"""The same text as a file name."""
 
 
 def test_only_one_module_uses_rich_and_colours() -> None:

@@ -1,4 +1,4 @@
-"""The operators' C++ under sanitizers, and with mistakes made on purpose, which the checks of the
+"""The operators' C++ under sanitizers, and with deliberate mistakes that the checks of the
 operators must catch."""
 
 import os
@@ -53,7 +53,7 @@ KERNELS = {
         "-mfma",
         "-mf16c",
     ),
-    # The same instruction as AVX-VNNI's.
+    # The same instruction as in AVX-VNNI.
     "avx2vnni": ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "i8mm": MISSING,
@@ -62,10 +62,10 @@ KERNELS = {
 }
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 EMULATED = "5"
-"""Of so many cases of the driver one runs in the emulator, which takes ten times as long."""
+"""The emulator runs one of this many cases of the driver, because it is ten times slower."""
 SIMDE = "simde/x86/avx512.h"
 SETUP = SOURCES.resolve().parents[1]
-"""Where setup.py is. The package's folders are links in the checkout."""
+"""The directory with setup.py. The package's folders are links in the checkout."""
 CROSS = """
 import platform, sys, setuptools.command.bdist_wheel, setuptools.command.build_ext
 from concurrent.futures import thread
@@ -89,7 +89,7 @@ def build_for(system: str, machine: str, compiler: str, folder: Path) -> None:
 
 
 def compile_all(*commands: list[str]) -> None:
-    """Run compilers side by side."""
+    """Run compilers in parallel."""
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
@@ -135,8 +135,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> None:
-    """Products and attention over odd sizes in memory of just their size; all kernels give the same
-    bits."""
+    """Products and attention over odd sizes, in memory of exactly their size. All kernels give the
+    same bits."""
     assert "scalar" in run_sanitized(objects, tmp_path / "check", "1")
 
 
@@ -157,8 +157,8 @@ def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_
 
 @pytest.fixture(scope="module")
 def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The driver with the kernels as the package builds them for ARM, and what it prints with those
-    of this machine."""
+    """The driver with the kernels that the package builds for ARM, and its output with those of
+    this machine."""
     lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
     if lacking:
         pytest.skip(
@@ -218,7 +218,7 @@ def check_products(path: Path) -> None:
 
 
 def check_split_scales(path: Path) -> None:
-    """Scales and minimums with factors of their own for 256 inputs."""
+    """Scales and minimums with a factor for 256 inputs."""
     random = np.random.default_rng(0)
     for fine in (True, False):
         weight = random_weight(random, "bits4", 512, 33, fine, SPLIT, True)
@@ -226,7 +226,7 @@ def check_split_scales(path: Path) -> None:
 
 
 def check_trees(path: Path) -> None:
-    """Nodes of a tree against the specification, in other slots than their places."""
+    """Nodes of a tree against the specification, in slots that differ from their places."""
     layer = Attention()
     text = layer.text(70, [69, 70, 70, 71, 71, 72, 75, 74])
     session = layer.session(layer.write(path), 1, "scalar")
@@ -235,7 +235,7 @@ def check_trees(path: Path) -> None:
 
 
 def check_shared(path: Path) -> None:
-    """A tree behind more than a chunk, whose nodes read the chunks of the context together, in
+    """A tree after more than a chunk, whose nodes read the chunks of the context together, in
     caches of float16 and int8."""
     for dtype in ("float16", "int8"):
         layer = Attention(dtype=dtype)
@@ -248,7 +248,7 @@ def check_shared(path: Path) -> None:
 
 
 def check_rounding(path: Path) -> None:
-    """What caches of float16 hold."""
+    """Values in caches of float16."""
     check_float16(path, ["scalar"])
 
 
@@ -277,7 +277,8 @@ def check_top(path: Path) -> None:
 
 
 def check_experts(path: Path) -> None:
-    """A mixture of a few experts, whose weights are divided by their sum, and one of others."""
+    """A mixture of a few experts whose weights are divided by their sum, and one without the
+    division."""
     random = np.random.default_rng(0)
     for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
         own = [
@@ -590,12 +591,12 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
-"""By name: file, what is replaced, by what, and the check that must fail."""
+"""By name: file, replaced text, new text, and the check that must fail."""
 
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What mutants are compiled without: the packer, and for the fast kernels ones that no
+    """Mutants are compiled without the packer, and with stubs for the fast kernels that no
     processor supports."""
     directory = tmp_path_factory.mktemp("stubs")
     made = {name: str(directory / f"{name}.o") for name in operators.KERNELS if name != "scalar"}
@@ -619,7 +620,7 @@ def build(sources: Path, library: Path, stubs: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, stubs: list[str]) -> Path:
-    """The library of the sources as they are."""
+    """The library of the unchanged sources."""
     return build(SOURCES, tmp_path_factory.mktemp("own") / "own.so", stubs)
 
 

@@ -1,5 +1,5 @@
-"""The operators of deep states: what they write and carry, in caches of all shapes; what they
-refuse without writing."""
+"""The operators of deep states: the values that they write and carry, in caches of all shapes, and
+the inputs that they refuse without writing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,8 +53,8 @@ def state_at(cache: Cache, slot: int, head_dim: int) -> NDArray[np.float32]:
 def test_states_are_written_and_carried(
     tmp_path: Path, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
-    """Of two sequences in one call: a state behind a prompt is that of every drafted token, and
-    nothing else is touched."""
+    """With two sequences in one call: a state after a prompt is that of every drafted token, and
+    nothing else is changed."""
     write, carry = (
         session(tmp_path / kind, kind, kv_heads, head_dim, dtype=dtype)
         for kind in ("WriteState", "CarryState")
@@ -103,7 +103,7 @@ def test_states_are_written_and_carried(
 
 @pytest.mark.parametrize("size", [7, 32, 64, 90])
 def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: int) -> None:
-    """Over several layers, of chains and of trees; the first token of a text follows none."""
+    """Over several layers, in chains and trees. The first token of a text has no predecessor."""
     kv_heads = 2
     head_dim = 8
     write = session(tmp_path / "write", "WriteState", kv_heads, head_dim, size=size)
@@ -145,7 +145,7 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
 def test_convolutions_follow_the_path_of_each_token(
     tmp_path: Path, size: int, taps: int, dtype: str
 ) -> None:
-    """The same bits in one call and token by token, in a chain and in a tree, beside another
+    """The same bits in one call and token by token, in a chain and in a tree, with another
     sequence, on several threads."""
     kv_heads = 2
     head_dim = 8
@@ -158,7 +158,7 @@ def test_convolutions_follow_the_path_of_each_token(
     node = make_session(model, 3, True, "", dtype)
     x = random.standard_normal((12, 3 * size)).astype(np.float32)
     texts = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    # Behind three tokens of a context: a root, two branches, and one behind the second branch.
+    # After three tokens of a context: a root, two branches, and a node after the second branch.
     trees = [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 7], [0, 1, 2, 5, 7, 8]]
     slots = {5: 3, 6: 4, 7: 5, 8: 6}
 
@@ -209,7 +209,7 @@ def paths_of(count: int) -> NDArray[np.int32]:
 
 
 def rounded(state: NDArray[np.float32], head_dim: int, dtype: str) -> NDArray[np.float32]:
-    """A state as a cache holds it."""
+    """A state in the form of a cache."""
     if dtype != "int8":
         return state.astype(dtype).astype(np.float32)
     rows = np.zeros((-(-len(state) // head_dim), head_dim), np.float32)

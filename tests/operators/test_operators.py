@@ -1,5 +1,5 @@
-"""The operators of this project against their specification in NumPy, bit for bit, and float64; bad
-inputs are refused."""
+"""The operators of this project have the bits of their specification in NumPy, and are close to
+float64. Bad inputs are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -185,7 +185,7 @@ def test_two_planes_have_the_bits_and_bytes_of_one(
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: bool) -> None:
-    """Other lower halves change nothing, and lie after the upper ones."""
+    """Lower halves do not change the result, and lie after the upper ones."""
     weight = random_weight(seeded("upper"), "upper", 96, 49, False, NARROW, False)
     other = replace(
         weight,
@@ -206,7 +206,7 @@ def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: b
 
 
 def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weight]]:
-    """Gate, up and down of so many experts, in these formats."""
+    """Gate, up and down of ``count`` experts in these formats."""
     random = seeded(count, forms)
     sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
     return [
@@ -358,8 +358,8 @@ def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
 def test_top_k_of_values_that_are_not_finite(
     tmp_path: Path, names: list[str], value: float
 ) -> None:
-    """Columns are those of the specification, and so never out of range; without infinity so are
-    the log-probabilities."""
+    """Columns are those of the specification, and so never out of range. Without infinities, the
+    log-probabilities are, too."""
     logits = random_logits(seeded("finite"), 5, 300)
     logits[0] = value
     logits[1, ::2] = value
@@ -387,8 +387,7 @@ def test_bad_top_k_is_refused(tmp_path: Path) -> None:
 
 
 def factor_of(values: Any) -> tuple[float, list[int]]:
-    """The first float16 of which all values are multiples, and the integers: the largest is one of
-    these times it."""
+    """The first float16 that divides all values, and the integers."""
     largest = max(values, key=abs)
     if largest == 0:
         return 0, [0] * len(values)
@@ -404,7 +403,7 @@ def factor_of(values: Any) -> tuple[float, list[int]]:
 
 
 def packed_by_hand(weight: Weight, scales: int) -> bytes:
-    """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
+    """The bytes of a weight's panels, in the order of SPECIFICATION.md."""
     inputs, outputs = weight.shape
     found = bytearray()
     lower = bytearray()
@@ -544,7 +543,7 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
 
 
 def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
-    """Parents: the first node's is the last token of the context."""
+    """Parents of nodes; that of the first node is the last token of the context."""
     return [
         context - 1,
         *(int(random.integers(context, context + node)) for node in range(1, nodes)),
@@ -585,7 +584,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
             found,
             name,
         )
-    for node in range(context, context + nodes):  # as a chain in other slots than the tree's
+    for node in range(context, context + nodes):  # as a chain in slots other than the tree's
         own = text.paths[node][context:]
         as_chain = layer.text(0)
         as_chain.qkv = np.concatenate([text.qkv[:context], text.qkv[own]])
@@ -724,7 +723,7 @@ def unloadable(
     message: str = "cannot load",
     **attributes: Any,
 ) -> None:
-    """A model of one node is refused when it is loaded. Attributes that are None are left out."""
+    """Loading a model of one node fails. Attributes that are None are left out."""
     one_node(
         path,
         kind,
@@ -771,8 +770,7 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    """Inputs are missing, gate and up do not fit each other, or two planes have finer scales or
-    minimums."""
+    """Inputs are missing, gate and up do not match, or two planes have finer scales or minimums."""
     path = tmp_path / "model"
     random = seeded("gate")
     product = Product(parts(seeded(), 64, "bits4"))
@@ -837,8 +835,8 @@ def test_bad_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Numbers of a weight are changed at random: what is taken has the size that the numbers
-    say."""
+    """Numbers of a weight are changed at random: if they are accepted, the weight has the size that
+    they say."""
     random = np.random.default_rng(5)
     product = Product(parts(seeded(), 64, "bits4"))
     packed = pack(product.parts[0])
@@ -888,7 +886,7 @@ def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str])
 def test_a_row_that_is_not_finite_gives_nan(
     tmp_path: Path, names: list[str], form: str, fine: bool, minimums: bool, value: float
 ) -> None:
-    """Whatever the place of the value; other rows keep their bits."""
+    """At any place of the value. Other rows keep their bits."""
     product = Product([random_weight(seeded(form), form, 96, 49, fine, NARROW, minimums)])
     expected = product.specified(True)
     spoilt = range(0, MOST, 3)
@@ -945,7 +943,7 @@ def test_kernels_are_chosen_by_name(names: list[str]) -> None:
 
 
 def test_the_specification_rounds_once() -> None:
-    """``fma`` of the specification against exact fractions."""
+    """``fma`` of the specification gives the results of exact fractions."""
     from fractions import Fraction
 
     random = np.random.default_rng(0)

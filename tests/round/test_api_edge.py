@@ -1,5 +1,4 @@
-"""The edge of the Python API: whatever is passed, it works or it is an EESDError of one
-sentence."""
+"""The edge of the Python API: any argument works, or raises an EESDError of one sentence."""
 
 import gc
 import os
@@ -159,7 +158,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 HUGE = 10**5000
 speculate: Any = Speculation
 load: Any = eesd.load
-"""Of any type here: they are called with what their types forbid."""
+"""Calls with arguments that the types forbid, hence ``Any``."""
 
 
 @pytest.mark.parametrize(
@@ -214,8 +213,8 @@ def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
 
 
 def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """What four threads get of one LLM at once, and what each should get: whole texts, streams,
-    sessions and prefixes."""
+    """The results of four threads that use one LLM at once, and the expected ones: whole texts,
+    streams, sessions and prefixes."""
     prompts = [[1 + number, 40, 50, 60] * 12 for number in range(4)]
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     expected = [llm.generate(prompt, **options).tokens for prompt in prompts]
@@ -245,7 +244,7 @@ def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize(("backend", "beside"), [("ort", "served"), ("torch", "alone")])
 def test_threads_of_one_llm_get_their_own_tokens(engine: Path, backend: str, beside: str) -> None:
-    """Calls wait for each other's rounds, also for those of a service."""
+    """A call waits for the rounds of other calls, including those of a service."""
     llm = eesd.load(engine, backend, threads=1, prefix_memory=1 << 20)
     service = eesd.Service(llm, eesd.BatchOptions(max_rows=2)) if beside == "served" else None
     request = llm.request([7, 8, 9], max_new_tokens=200, ignore_eos=True)
@@ -299,7 +298,7 @@ def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(
     template = ChatTemplate(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}
     )
-    # An exception in a callback of the collector, such as Hypothesis has one, is ignored.
+    # An exception in a callback of the collector is ignored. Hypothesis has such a callback.
     gc.disable()
     try:
         for call in (
@@ -327,7 +326,7 @@ def test_a_stop_string_is_one_string(llm: LLM) -> None:
 
 
 def test_a_session_cannot_be_used_after_its_block(llm: LLM) -> None:
-    """Its cache belongs to the next session, whose tokens would depend on it."""
+    """Its cache now belongs to the next session, whose tokens would change."""
     with llm.session(PROMPT, max_new_tokens=32) as old:
         old.step()
     tokens = list(old.tokens)
@@ -426,7 +425,7 @@ EXTREMES = st.fixed_dictionaries(
 def test_extreme_sampling_options_are_lossless(
     llm: LLM, options: dict[str, Any], width: int
 ) -> None:
-    """Nothing overflows, underflows to other tokens, or warns."""
+    """No value overflows or warns, and none underflows so that tokens change."""
     sampling = eesd.Sampling(**options)
     drafting = llm.with_speculation(Speculation("fixed:k=3", tree=width, guard=False))
     plain, drafted = (
@@ -439,7 +438,7 @@ def test_extreme_sampling_options_are_lossless(
 def test_the_tokenizer_is_the_one_that_was_there_at_loading(
     engine_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the one that a later export put there, nor one below another working directory."""
+    """A later export to the same path, or another working directory, has no effect."""
     monkeypatch.chdir(engine_copy.parent)
     llm = eesd.load("plans")
     expected = llm.generate("to be", max_new_tokens=6)
@@ -452,7 +451,7 @@ def test_the_tokenizer_is_the_one_that_was_there_at_loading(
 
 
 def test_a_pipe_in_place_of_a_file_is_refused(engine_copy: Path) -> None:
-    """Nobody writes to it: reading would never end."""
+    """Nothing writes to the pipe, so reading would never end."""
     (engine_copy / "manifest.json").unlink()
     os.mkfifo(engine_copy / "manifest.json")
     refused(lambda: eesd.load(engine_copy), "manifest.json", "is not a file")

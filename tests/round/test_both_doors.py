@@ -1,5 +1,5 @@
-"""One request through both doors, the API and the batch: the same tokens, text, log-probabilities
-and rounds."""
+"""A request has the same tokens, text, log-probabilities and rounds through the API and the
+batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ def model(engine: Path) -> LLM:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Service]]:
-    """An LLM, and a service over an equal one: each learns from its own requests."""
+    """An LLM, and a service over an equal LLM. Each learns from its own requests."""
     speculation = SHAPES[request.param]
     service = Service(model.with_speculation(speculation), BatchOptions(max_rows=3))
     yield model.with_speculation(speculation), service
@@ -53,7 +53,7 @@ def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Ser
 def through_both(
     doors: tuple[LLM, Service], sampling: Sampling, regex: str = "", **options: Any
 ) -> Completion:
-    """The completion, after checking that the service's is equal."""
+    """The completion, after a check that the service's is equal."""
     llm, service = doors
     found = []
     for served in (False, True):
@@ -67,7 +67,7 @@ def through_both(
     alone, other = found
     fields = ("text", "tokens", "finish_reason", "logprobs", "prompt_logprobs")
     assert [getattr(alone, name) for name in fields] == [getattr(other, name) for name in fields]
-    # No text, and nothing is learned.
+    # There is no text, and nothing is learned.
     if llm.speculation == SHAPES["chain"] or sampling.method == "rejection":
         assert (alone.stats.rounds, alone.stats.draft_tokens) == (
             other.stats.rounds,
@@ -95,7 +95,7 @@ def test_every_option_gives_the_same_through_both(
 
 
 def endings(llm: LLM) -> Iterator[tuple[str, list[int] | str, dict[str, Any]]]:
-    """The ways in which a text ends by itself: the reason, the prompt, and what is asked for."""
+    """Ways in which a text ends: the reason, the prompt, and the options."""
     whole = llm.generate(PROMPT, draft=False, max_new_tokens=40, ignore_eos=True)
     for at in range(1, 20, 2):
         yield "stop", PROMPT, {"stop_token_ids": (whole.tokens[at],)}
@@ -107,7 +107,7 @@ def endings(llm: LLM) -> Iterator[tuple[str, list[int] | str, dict[str, Any]]]:
 
 
 def check_counts(updates: Sequence[Update], prompt: Sequence[int]) -> list[int]:
-    """The statistics count the tokens that were reported, and no others. Returns the tokens."""
+    """The statistics count exactly the reported tokens. Returns the tokens."""
     outputs = [output for update in updates for output in update.tokens]
     stats = updates[-1].stats
     drafted = [output.source for output in outputs if output.source != "verify"]

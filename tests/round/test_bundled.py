@@ -1,5 +1,5 @@
-"""The bundled model, on prompts from files that it was not trained on: the same tokens with and
-without drafting."""
+"""The bundled model gives the same tokens with and without drafting, on prompts from files that it
+was not trained on."""
 
 from pathlib import Path
 

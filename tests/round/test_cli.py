@@ -1,5 +1,4 @@
-"""``eesd-run`` and ``eesd-doctor`` doing what they are for; ``eesd-run`` must say what the Python
-API says."""
+"""``eesd-run``, whose text is that of the Python API, and ``eesd-doctor``."""
 
 import json
 import os
@@ -30,7 +29,7 @@ COMMAND = [sys.executable, "-m", "eesd.runtime.cli"]
 ENGINE: tuple[Any, str] = (
     (ort_engine, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
 )
-"""The class of the CPU's engines."""
+"""The class of engines on the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def api(engine: Path) -> LLM:
 
 
 def text_of(engine: Path, *options: object, stdin: str = "") -> str:
-    """What eesd-run prints, without the line end behind it."""
+    """The output of eesd-run, without the final line end."""
     result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--no-stats", *options, stdin=stdin)
     assert result.stderr == "" and result.stdout.endswith("\n")
     return result.stdout[:-1]
@@ -132,7 +131,7 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
 def test_no_draft_does_not_load_the_draft_engine(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same text, and the draft engine is not even loaded."""
+    """The text is the same, and the draft engine is not loaded."""
     loaded: list[str] = []
     original = getattr(*ENGINE)
 
@@ -174,8 +173,8 @@ def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...])
 
 
 def test_compare_stops_where_told_and_sums_up_several_prompts(engine: Path) -> None:
-    """A row for each prompt and one for all, and what was asked above each text; a stop string ends
-    both texts."""
+    """There is a row for each prompt and one for all, and the prompt above each text. A stop string
+    ends both texts."""
     options = ("-p", PROMPT, "-p", PROMPT[::-1], "--ignore-eos")
     text = text_of(engine, "-p", PROMPT, "--ignore-eos")
     stopped = succeed(
@@ -243,7 +242,7 @@ def test_compare_finds_a_difference(
 
 
 def test_show_drafts_colours_draft_tokens(engine: Path, api: LLM) -> None:
-    """Colours on a terminal only."""
+    """There are colours on a terminal only."""
     assert text_of(engine, "-p", PROMPT, "--show-drafts") == expected(api).text
     options = [
         "--engine-dir",
@@ -296,7 +295,7 @@ def test_a_chat_on_a_terminal_keeps_the_conversation(engine: Path, api: LLM) -> 
 
 
 def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C keeps what was printed and ends as shells expect."""
+    """After Ctrl-C the printed text remains, and the exit code is the one that shells expect."""
 
     def stream(*_: Any, **__: Any) -> Iterator[Piece]:
         yield Piece("some text", 5, False)

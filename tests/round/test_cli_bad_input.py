@@ -1,4 +1,4 @@
-"""``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2,
+"""``eesd-run`` with engines, options and prompts that it cannot use: one helpful line, exit code 2,
 never a traceback."""
 
 import json
@@ -103,8 +103,8 @@ def test_a_bad_engine_directory_is_refused(
     ],
 )
 def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str) -> None:
-    """Whatever stands in the manifest, it is one line, and never a wrong binding. (Any edits:
-    tests/fuzz.)"""
+    """A damaged manifest gives one line, and never a wrong binding. (test_fuzz.py makes random
+    edits.)"""
     for value in (None, -1, [1], ...):
         shutil.copy(engine_copy / "manifest.json", engine_copy.parent)
         edit_manifest(engine_copy, path, value)
@@ -134,7 +134,8 @@ def test_logits_that_are_not_finite_choose_no_token(
 
 
 def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
-    """Without --no-draft it would be needed: an incomplete directory is refused, not half used."""
+    """Without --no-draft the draft is needed, so an incomplete directory is refused, not half
+    used."""
     (engine_copy / "draft.onnx").unlink()
     assert_refused(eesd_run(engine_copy, *PROMPT, "--no-draft"), "draft.onnx is missing")
 
@@ -216,8 +217,8 @@ def test_bad_json_lines_are_refused(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(text)
-    # What is wrong in the file is found before anything is generated; what is wrong for the model
-    # when it is its turn.
+    # Mistakes in the file are found before anything is generated; prompts that the model cannot
+    # take, when it is their turn.
     assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
 
 
@@ -233,7 +234,7 @@ def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> 
 def test_a_truncated_graph_is_one_line_of_the_whole_process(
     engine_copy: Path, name: str, keep: float
 ) -> None:
-    """ONNX Runtime logs to the file descriptor, behind Python's back."""
+    """ONNX Runtime logs to the file descriptor, not to Python's stream."""
     data = (engine_copy / name).read_bytes()
     recorded(lambda d: (d / name).write_bytes(data[: int(keep * len(data))]))(engine_copy)
     without = (

@@ -1,5 +1,5 @@
-"""The default controller and the guard on a simulated machine: not slower than plain decoding, and
-never stopped for good."""
+"""The default controller and the guard on a simulated machine: decoding is not slower than plain
+decoding, and drafting never stops for good."""
 
 from itertools import product
 
@@ -20,11 +20,12 @@ from eesd.runtime.decoding.guard import Guard, Terms
 
 pytestmark = pytest.mark.fast
 VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3, 17: 27e-3}
-"""Seconds of verify passes of a model with 135 million parameters, by nodes, on two cores."""
+"""Seconds of a verify pass by its number of nodes, for a model of 135 million parameters on two
+cores."""
 
 
 def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
-    """Requests whose acceptance differs from text to text, and from token to token."""
+    """Requests whose acceptance varies from text to text, and from token to token."""
     random = np.random.default_rng(seed)
     found = list[TracedRequest]()
     for _ in range(count):
@@ -49,7 +50,7 @@ def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
 def test_hardly_slower_from_the_first_request_on(
     draft: float, acceptance: float, requests: int
 ) -> None:
-    """Whatever a weak head costs. The seeds are fixed, so this cannot fail by bad luck."""
+    """The cost of a weak head is limited. The seeds are fixed, so this cannot fail by bad luck."""
     costs = CallCosts({1: draft, 16: 16 * draft}, VERIFY)
     plain = drafting = 0.0
     for seed in range(24 // requests):

@@ -1,5 +1,5 @@
-"""Models that were trained to exit early (LayerSkip): their own norm and LM head draft, with every
-backend, in every way."""
+"""Models that were trained to exit early (LayerSkip) draft with their own norm and LM head, on
+every backend and in every way."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def plans(early: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def reduced_head(early: Path) -> Path:
-    """The model's own exit over some tokens, calibrated."""
+    """The model's own exit over part of the vocabulary, calibrated."""
     np.save(
         early.parent / "rows.npy",
         np.random.default_rng(1).integers(3, 60, (32, 25)).astype(np.uint16),
@@ -133,7 +133,7 @@ def test_stages_share_the_draft(early: Path, plans: Path, tmp_path: Path) -> Non
 def test_a_calibrated_exit_knows_how_often_it_is_right(
     early: Path, reduced_head: Path, reduced: Path
 ) -> None:
-    """Replayed counts are the engines'; the draft vocabulary has the most used tokens."""
+    """Replayed counts equal those of the engines. The draft vocabulary has the most used tokens."""
     (stored,) = reduced_head.glob("validation-*.safetensors")
     validation = ValidationSet.load(stored)
     checkpoint = Checkpoint(early)
@@ -162,7 +162,7 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(
 def test_the_export_says_what_drafts(
     early: Path, tmp_path: Path, family_dir: Callable[[str], Path]
 ) -> None:
-    """By the model's name."""
+    """The model's name says that it was trained to exit early."""
     options = ("--output", tmp_path / "plans", "--no-check")
     found = succeed(export_main, "--model", early, "--exit-layer", 1, *options)
     assert (

@@ -1,4 +1,4 @@
-"""``examples/embedding/service.py``: what can run of it without a GPU."""
+"""The parts of ``examples/embedding/service.py`` that run without a GPU."""
 
 import re
 import shutil
@@ -62,8 +62,8 @@ def test_a_plan_that_cannot_be_loaded_is_refused(service: SimpleNamespace, tmp_p
 def test_the_allocator_overrides_every_method_that_the_library_names(
     service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bindings say which in the documentation of the class; they call none of them if one is
-    missing."""
+    """The documentation of the class in the bindings lists the methods. The bindings call none of
+    them if one is missing."""
     trt = pytest.importorskip("tensorrt_rtx")
     named = re.search(
         r"all methods below \(([^)]*)\) must be overridden", trt.IGpuAllocator.__doc__

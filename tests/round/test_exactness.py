@@ -1,5 +1,5 @@
-"""Drafting changes no bit of the logits that choose a token, and what checks this notices when it
-is not so."""
+"""Drafting changes no bit of the logits that choose a token, and the checks of this notice a
+change."""
 
 import json
 import tracemalloc
@@ -67,7 +67,8 @@ SAMPLED = [
         for kind, name in zip(KINDS, cycle(SAMPLINGS), strict=False)
     ),
 ]
-"""Engines know nothing of sampling: one kind has every sampling, and each other one of them."""
+"""Engines do not depend on sampling: one kind is tested with every sampling, each other kind with
+one."""
 CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
 TREES = [
     Speculation("fixed:k=4", tree=3, guard=False),
@@ -95,7 +96,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 @pytest.fixture
 def standard() -> Iterator[None]:
-    """As if the operators were not built: ONNX Runtime's own run the model."""
+    """As if the operators were not built: ONNX Runtime's own operators run the model."""
     with without_operators():
         yield
 
@@ -106,7 +107,7 @@ def one_bit_larger(tokens: Any, _: int, outputs: StepOutputs) -> None:
 
 
 class Inexact(Wrapped):
-    """An engine whose first logit of the first row is one bit larger in calls of several rows."""
+    """An engine that makes the first logit one bit larger in calls of several rows."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner, after=one_bit_larger)
@@ -266,7 +267,7 @@ def test_trees_change_logits_by_rounding_alone_and_not_where_bits_count(
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_bits_are_the_same_up_to_the_last_slot(exported: Export, backend: str) -> None:
-    """Calls at the end of the cache have no slots for padding nodes but spare ones."""
+    """Calls at the end of the cache have only spare slots for padding nodes."""
     llm = eesd.load(exported("float32"), backend, speculation=CHAIN, threads=1)
     found = compare(llm, list(range(3, 90)) * 3, Sampling(), 100, ignore_eos=True)
     assert found.plain.prompt_tokens + found.plain.new_tokens == 320
@@ -327,8 +328,8 @@ def test_the_record_says_where_logits_differ(
 
 
 def test_hashes_take_little_memory_and_say_where_bits_differ() -> None:
-    """Where bits are equal, comparing keeps no logits: those of a vocabulary of 50,000 tokens take
-    0.2 MB a token."""
+    """A comparison of equal bits keeps no logits: with a vocabulary of 50,000 tokens they take 0.2
+    MB per token."""
     expected = LogitRecord(whole=False)
     found = LogitRecord(expected)
     logits = np.random.default_rng(0).standard_normal((20, 50_000), np.float32)

@@ -1,5 +1,5 @@
-"""The sampling options of ``generation_config.json`` are the default, explicit ones win, and
-nothing is silent."""
+"""The sampling options of ``generation_config.json`` are the default. Explicit options win, and
+what is ignored is reported."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def write(directory: Path, content: Any) -> Path:
 
 @pytest.fixture
 def sampled(engine_copy: Path) -> Path:
-    """Engines whose generation config asks for sampling."""
+    """Engines whose generation config enables sampling."""
     return with_config(engine_copy, QWEN)
 
 
@@ -132,7 +132,7 @@ def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None
 def test_options_of_config_json_count_where_there_is_no_such_file(
     text_model: Path, tmp_path: Path
 ) -> None:
-    """As transformers makes a generation config from the model's config."""
+    """transformers, too, makes a generation config from the model's config."""
     model = shutil.copytree(text_model, tmp_path / "model")
     (model / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
     config = json.loads((model / "config.json").read_text()) | {
@@ -189,7 +189,7 @@ def test_explicit_options_win(sampled: Path) -> None:
 def test_options_that_are_not_applied_are_named(
     text_model: Path, engine_copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By everything that loads an engine directory, and by the export."""
+    """By every command that loads an engine directory, and by the export."""
     config = {"no_repeat_ngram_size": 3, "num_beams": 2}
     words = "not applied: no_repeat_ngram_size, num_beams; transformers"
     eesd_run(with_config(engine_copy, config), "--generation-config", "none")

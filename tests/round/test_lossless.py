@@ -1,5 +1,4 @@
-"""Drafting changes the speed and nothing else: same tokens, same endings, same cache, whatever the
-controller."""
+"""Drafting changes only the speed: tokens, ends and cache are the same with every controller."""
 
 import json
 from collections import Counter
@@ -47,7 +46,7 @@ CONTROLLERS = {
     "cost-aware-ts": "default_harness",
     "random": "harness",
 }
-"""Each with an engine: half of the cases run on the default one, half on ONNX Runtime's own
+"""With the engine of each case: half of them run on the default engine, half on ONNX Runtime's own
 operators."""
 ENGINES = pytest.mark.parametrize(
     ("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")]
@@ -99,7 +98,7 @@ def test_an_exit_head_of_two_blocks_is_lossless(
 def test_a_draft_vocabulary_is_lossless(
     reduced_harness: Harness, name: str, width: int, spec: str
 ) -> None:
-    """Also where the verifier's token is one that the draft cannot predict."""
+    """Also if the draft cannot predict the verifier's token."""
     stats = check_same_tokens(reduced_harness, PROMPTS[2], SAMPLINGS[name], controller(spec), width)
     assert 0 < stats.accepted_tokens < sum(stats.verified_at_depth)
     plain = generated(reduced_harness.session(PROMPTS[2], SAMPLINGS[name]))
@@ -207,7 +206,7 @@ def test_statistics_add_up(harness: Harness, width: int) -> None:
 
 
 def accepted_token(session: Session) -> int:
-    """A token that first occurs inside an accepted path, with more of the path behind it."""
+    """A token that first occurs inside an accepted path."""
     seen: set[int] = set()
     for number, result in enumerate(finish(session)):
         inside = [token for token in result.tokens[:-2] if token not in seen]
@@ -270,7 +269,7 @@ def test_the_cache_grows_while_decoding(harness: Harness, width: int) -> None:
         PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace
     )
     assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
-    # 128 slots at a time.
+    # The cache grows by 128 slots.
     assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == 256
     expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
@@ -289,7 +288,7 @@ def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) ->
 
 @pytest.mark.parametrize("rest", [1, 7, 20])
 def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> None:
-    """The verifier keeps the exit head's cache too, so a draft that rested misses nothing."""
+    """The verifier also fills the exit head's cache, so a draft that paused misses nothing."""
     rested, logits = recording_drafts(harness.workspace())
     session = harness.session(
         PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=PauseUntil(rest), workspace=rested
@@ -305,8 +304,8 @@ def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> N
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
-    """Against a run that always drafts: from where both have a round beginning, they go on
-    alike."""
+    """Compared with a run that always drafts: from the first common beginning of a round, both runs
+    are equal."""
     always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
     rested = harness.session(
         PROMPTS[0],
@@ -347,7 +346,7 @@ def test_coupled_tree_accepts_at_least_what_its_chain_would(harness: Harness, se
 
 
 class Watcher(RandomStop):
-    """Keeps all it is told."""
+    """Keeps its observations."""
 
     def __init__(self) -> None:
         super().__init__(seed=0, chance=1.0)
@@ -363,8 +362,8 @@ class Watcher(RandomStop):
 def test_the_controller_is_told_the_figures_of_the_best_node(
     harness: Harness, prompt: list[int], width: int
 ) -> None:
-    """Each step's figures are those of the best node of its level, recomputed from the draft's
-    logits at its parent."""
+    """The figures of each step are those of the best node of its level, recomputed from the draft's
+    logits at the node's parent."""
     watcher = Watcher()
     tree, logits = drafted_logits(harness, prompt, watcher, width)
     path_probability = {tree.root: 1.0}

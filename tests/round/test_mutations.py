@@ -1,7 +1,7 @@
-"""The classic mistakes of speculative decoding, made on purpose: each must make its check fail.
+"""The classic mistakes of speculative decoding, made on purpose. Each must make its check fail.
 
-Most mutants are the runtime's own source with one expression replaced. When such an expression is
-rewritten, the mutation asks to be rewritten too, rather than testing nothing.
+Most mutants are the runtime's own source with one expression replaced. If such an expression is
+rewritten, the mutation fails until it is rewritten, too, so it always tests something.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +83,7 @@ BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent
     ("edits", "widths"),
     [
         pytest.param([UNSCALED], [2, 3], id="residual not renormalised between siblings"),
-        # Inversion draws from the residual whatever its scale, so in a chain that must be broken
-        # too.
+        # Inversion draws from the residual at any scale, so in a chain that must be broken, too.
         pytest.param(
             [UNSCALED, ("_draw", " * cumulative[-1]", "")],
             [1],
@@ -181,7 +180,7 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
 ) -> None:
-    """These cost acceptance only: what the others emit does not depend on what was drafted."""
+    """The other mistakes cost acceptance only: the output does not depend on the drafts."""
     mutate(monkeypatch, owner, name, old, new)
     with caught():
         check_reduced_proposals(Sampling(temperature=1.0, repetition_penalty=1.5), count=8)
@@ -204,7 +203,7 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
 
 
 def trimming(draft: Callable[..., None]) -> Callable[..., None]:
-    """Drops the last drafted token for what it is."""
+    """Drops the last drafted token because of its value."""
 
     def trimmed(rounds: Sequence[Round], policy: Policy) -> None:
         draft(rounds, policy)
@@ -219,8 +218,8 @@ def trimming(draft: Callable[..., None]) -> Callable[..., None]:
 def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is wrong with rejection sampling alone: what the others emit does not depend on what was
-    drafted."""
+    """This is wrong with rejection sampling only: the output of other samplers does not depend on
+    the drafts."""
     monkeypatch.setattr(decoding_round, "draft", trimming(decoding_round.draft))
     with caught():
         check_joint(five_token_harness, [3], REJECTION, make_controller("fixed:k=2"), width=1)
@@ -377,7 +376,7 @@ def test_a_mistake_in_the_tree_is_caught(
     width: int,
     options: Sampling,
 ) -> None:
-    """A compaction that moves nothing or to the wrong place, positions in draft order, siblings
+    """A compaction that moves nothing, or to the wrong place; positions in draft order; siblings
     that see each other."""
     if owner is not None:
         new = new.replace("targets", "list(range(start, start + len(sources)))")
@@ -398,7 +397,7 @@ def test_a_mistake_in_the_tree_is_caught(
 def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
+    """These cost acceptance only, so only the draft's logits show them."""
     mutate(monkeypatch, TokenSequence, "call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
@@ -425,8 +424,8 @@ def test_a_penalty_that_forgets_the_draft_is_caught(
 
 
 def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
-    """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next
-    drafts are not."""
+    """A verify pass that does not fill the exit head's cache: the tokens are right, the next drafts
+    are wrong."""
     workspace = harness.workspace()
     exit_cache = harness.manifest.geometry.num_layers
     kv_cache = workspace.kv_cache
@@ -517,12 +516,12 @@ def test_logits_of_displaced_nodes_are_caught(
 
 
 def in_another_order(paths: Callable[[Call], list[list[int]]]) -> Callable[[Call], list[list[int]]]:
-    """Every node sees its path from its end."""
+    """Every node sees its path in reverse order."""
     return lambda call: [path[::-1] for path in paths(call)]
 
 
 def by_index(paths: Callable[[Call], list[list[int]]]) -> Callable[[Call], list[list[int]]]:
-    """Every node sees all nodes in front of it."""
+    """Every node sees all nodes before it."""
     return lambda call: paths(call._replace(tree_mask=np.tri(len(call.tokens)) > 0))
 
 
@@ -539,7 +538,7 @@ def test_a_tree_that_sees_other_slots_or_in_another_order_is_caught(
 
 
 def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
-    """Moves nothing."""
+    """A compaction that moves nothing."""
 
 
 @needs_operators()

@@ -1,5 +1,4 @@
-"""The runtime lives without torch: everything but exporting works where it and the packages of
-exporting are missing."""
+"""Everything except exporting works without torch and the packages for exporting."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""``--model``: the first start exports into a cache and runs, later ones run what is there. And
-``eesd-cache``."""
+"""``--model``: the first start exports into a cache and runs; later starts run the cached engines.
+Also ``eesd-cache``."""
 
 import json
 import os
@@ -49,7 +49,7 @@ EXPORT = "from eesd.export.prepare import main; main()"
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that run in this process export in it, too."""
+    """Commands of this process export in this process, too."""
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def first(shared: Shared, text_model: Path) -> Path:
-    """What a first start, a process like any user's, leaves and prints: ``cache``, ``stdout`` and
+    """The results of a first start in a process like a user's: ``cache``, ``stdout`` and
     ``stderr``."""
 
     def fill(path: Path) -> None:
@@ -98,7 +98,7 @@ def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
 
 
 def request(cache: Path, model: Path) -> str:
-    """What the process that exports is told."""
+    """The arguments of the process that exports."""
     place = caches.place_of(cache, str(model), model, KEY | {"packed": True}, None)
     return prepare.command_of(place, str(model), KEY, packed=True)[-1]
 
@@ -129,7 +129,7 @@ def test_the_first_start_exports_and_later_ones_only_run(
 def test_a_first_start_needs_neither_torch_nor_transformers(
     first: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Nor does the process that exports, which is another one."""
+    """Nor does the exporting process, which is a separate one."""
     (tmp_path / "sitecustomize.py").write_text(blocker(*HEAVY))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", RUN, "--model", model, *ASK, "--cache-dir", tmp_path / "cache"]
@@ -197,7 +197,7 @@ def test_a_changed_model_is_another_one(model: Path) -> None:
 def test_changed_weights_are_another_model(
     model: Path, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
-    """Of a large file the samples miss most bytes; its time changes."""
+    """Samples miss most bytes of a large file, but its modification time changes."""
     monkeypatch.setattr(caches, "_SMALL", small)
     weights = model / "model.safetensors"
     before = place_of(model)

@@ -1,6 +1,5 @@
-"""``examples/one_round.py`` and ``examples/embedding/cpp``, rounds without anything that makes them
-fast, are oracles for the runtime; the loop of ``examples/embedding/controllers.py`` is not
-EESD's."""
+"""``examples/one_round.py`` and ``examples/embedding/cpp``, which are rounds without optimizations,
+are oracles for the runtime. The loop of ``examples/embedding/controllers.py`` is not EESD's."""
 
 import json
 import shutil
@@ -77,7 +76,7 @@ def test_architecture_shows_the_round_of_the_example() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_controller_in_another_loop_changes_the_seconds_and_not_the_tokens(name: str) -> None:
-    """The seconds are the toy's own, not the machine's."""
+    """The seconds are those of the toy, not of the machine."""
     toy = run_path(str(LOOP))
     plain = [3]
     for position in range(3, 303):
@@ -102,9 +101,9 @@ def test_another_loop_needs_no_engine_and_the_default_controller_is_fastest() ->
 
 
 class Gpu:
-    """Answers ``tests/support/tensorrt/fake.cpp``: a line names a method of the fake of TensorRT's
-    Python API, an object by its number, and arguments. A call is checked when it is made, and
-    computed when the program waits."""
+    """Answers ``tests/support/tensorrt/fake.cpp``: a line has a method of the fake of TensorRT's
+    Python API, the number of an object, and arguments. A call is checked at once, and computed when
+    the program waits."""
 
     def __init__(self) -> None:
         self._trt = fake.module("tensorrt")
@@ -113,8 +112,7 @@ class Gpu:
         self._objects: list[Any] = [self._trt.Runtime(make_logger(self._trt, self._errors))]
 
     def run(self, program: Path, *arguments: object) -> tuple[int, str, str]:
-        """Run a program, whose standard input is the socket. Returns exit code, output and
-        errors."""
+        """Run a program with the socket as standard input. Returns exit code, output and errors."""
         self._memory = np.memmap(program.with_name("device"), np.uint8, "w+", shape=1 << 28)
         ours, theirs = socket.socketpair()
         command = [str(program), *map(str, arguments)]
@@ -174,7 +172,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plans(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Plans of a harness, which a test may damage."""
+    """Plans of a harness that the test may damage."""
     directory = request.getfixturevalue(getattr(request, "param", "harness")).directory
     fake.write_plans(shutil.copytree(directory, tmp_path / "plans"))
     return tmp_path / "plans"
@@ -272,8 +270,8 @@ def test_the_program_refuses_in_a_sentence(
 
 
 def test_the_program_survives_damaged_manifests(plans: Path, program: Path) -> None:
-    """Pieces that are missing, doubled or exchanged end in a sentence, or change nothing that the
-    program reads."""
+    """Missing, doubled or exchanged pieces end in a sentence, or do not affect what the program
+    reads."""
     path = plans / MANIFEST_FILE
     random = Random(0)
     gpu = Gpu()

@@ -1,5 +1,4 @@
-"""transformers is the oracle: a checkpoint is either computed token for token as transformers does,
-or refused."""
+"""transformers is the oracle: a checkpoint gives the tokens of transformers, or is refused."""
 
 import json
 import logging
@@ -56,10 +55,9 @@ def quiet() -> Iterator[None]:
     ("name", "theta"), slow_but(ROTARY, *zip(TABLES, cycle(THETAS), strict=False))
 )
 def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, theta: float) -> None:
-    """A frequency that is rounded otherwise is off by thousandths at the last of 131,072 positions.
-
-    torch rounds few powers to the second nearest float32. All other columns differ by the rounding
-    of cosines and sines alone.
+    """A frequency that is rounded differently is off by thousandths at the last of 131,072
+    positions. torch rounds a few powers to the second nearest float32. All other columns differ
+    only by the rounding of cosines and sines.
     """
     config = LlamaConfig(
         hidden_size=256,
@@ -83,7 +81,7 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
     positions = torch.arange(131072)[None]
     reference: Any = LlamaRotaryEmbedding(config)
     tables = rotary_tables(load_config(tmp_path).geometry, 131072)
-    # Of an angle, by the least of its frequency.
+    # Error of an angle from the last bit of its frequency.
     step = positions[0, :, None].numpy() * np.spacing(reference.inv_freq.numpy())
     for ours, theirs in zip(tables, reference(torch.zeros(1), positions), strict=True):
         difference = np.abs(ours - theirs[0, :, :64].numpy()) / reference.attention_scaling
@@ -93,7 +91,7 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
 
 
 def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Logits of transformers, and its greedy tokens behind the first few, with its own KV cache;
+    """Logits of transformers, and its greedy tokens after the first few, with its own KV cache;
     None if it cannot run."""
     try:
         reference: Any = AutoModelForCausalLM.from_pretrained(
@@ -146,14 +144,14 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
         1.0, float(expected_logits.abs().max())
     )
     equal = bool((logits.argmax(-1) == expected_logits.argmax(-1)).all()) and bool(close)
-    # Each generated token is the most likely one behind those before it.
+    # Each generated token is the most likely one after the tokens before it.
     behind = ours(checkpoint, generated)[0, PROMPT_TOKENS - 1 : -1].argmax(-1)
     equal = equal and torch.equal(behind, generated[0, PROMPT_TOKENS:])
     return ("exact" if equal else "different"), count
 
 
 def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
-    """Judge checkpoints; none may differ. Returns how many are exact and refused."""
+    """Judge checkpoints; none may differ. Returns the numbers of exact and refused ones."""
     results = Counter[str]()
     tokens = 0
     different = list[str]()
@@ -182,7 +180,7 @@ def test_a_checkpoint_is_computed_as_transformers_does_or_refused(
 
 def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of transformers."""
-    # The usual experts of transformers have no odd sizes on a CPU.
+    # The default implementation of experts in transformers takes no odd sizes on a CPU.
     reference: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, experts_implementation="eager"
     )
@@ -230,11 +228,11 @@ def _is_supported(case: Case, directory: Path) -> bool:
 
 
 FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
-"""Checkpoints of each family in the thorough grid, if not the usual numbers."""
+"""Numbers of checkpoints of each family in the thorough grid; by default the usual ones."""
 
 
 def test_internlm3_as_published_is_that_of_transformers(tmp_path: Path) -> None:
-    """With the names of its own code for two fields and for the class."""
+    """With the model's own names of two fields and of the class."""
     case = FamilyCase("internlm3", SMALL | {"attention_bias": True, "mlp_bias": True}, 1)
     config = case.write(tmp_path) / "config.json"
     saved = load_config(tmp_path)
@@ -270,7 +268,7 @@ def test_a_family_is_computed_as_transformers_does(
 def test_an_exported_family_generates_the_tokens_of_transformers(
     tmp_path: Path, model_type: str, number: int
 ) -> None:
-    """Drafts from a random head of the family's own blocks, in trees; and without drafts."""
+    """With drafts in trees, by a random head of the family's own blocks; and without drafts."""
     case = family_cases(model_type, 3, seed=3)[number]
     model = case.write(tmp_path / "model")
     positions = min(Checkpoint(model).config.max_positions, POSITIONS)
@@ -291,7 +289,7 @@ def test_an_exported_family_generates_the_tokens_of_transformers(
     ).tolist()
     count = positions - len(prompt)
     expected = generated(model, prompt, count)
-    # Products with levels round activations to 8 bits, unless they are told not to.
+    # Products with levels round activations to 8 bits by default.
     activations = float32_activations("ort") if case.has_levels else None
     for speculation in (Speculation(tree=2, guard=False), None):
         engines = eesd.load(plans, speculation=speculation, activations=activations)
@@ -303,7 +301,7 @@ def test_an_exported_family_generates_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gemma2"))
 def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> None:
-    """What the model's own engine teaches is what its torch modules compute, and the head
+    """The targets of the model's own engine equal those of its torch modules, and the head
     drafts."""
     case = next(
         case
@@ -323,7 +321,7 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     )
     by_torch = Teacher(load_decoder(checkpoint), layers, 4, "float32")(ids[:1, :24])
     for layer in layers:
-        # From 8-bit activations.
+        # Rounded by 8-bit activations.
         torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)
     with torch.enable_grad():
         distill(model, rows, tmp_path / "head", "--steps", 2, "--shared-lm-head")

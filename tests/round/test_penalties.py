@@ -1,5 +1,5 @@
-"""Logit bias, presence and frequency penalty, and tokens that end a text: by definition, whatever
-is drafted."""
+"""Logit bias, presence and frequency penalty, and tokens that end a text follow their definitions,
+whatever is drafted."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def plain(request: pytest.FixtureRequest, engine: Path) -> LLM:
 
 
 def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
-    """Greedy tokens from the model's logits, one at a time."""
+    """Greedy tokens from the model's logits, one by one."""
     tokens = list(PROMPT)
     for _ in range(COUNT):
         with llm.session(tokens, max_new_tokens=1) as session:
@@ -110,8 +110,8 @@ def test_coupled_sampling_gives_the_same_text_with_drafts(engine: Path, name: st
 def test_rejection_sampling_obeys_them(
     engine: Path, name: str, definition: Callable[[str], list[int]]
 ) -> None:
-    """Next to temperature 0 it is greedy: the verifier's and the draft's distributions both have
-    them."""
+    """Near temperature 0 the sampler is greedy: the options affect the verifier's and the draft's
+    distributions."""
     drafting = eesd.load(engine, "ort", speculation=DRAFTING["chain"], threads=1)
     cold = Sampling(**OPTIONS[name], temperature=1e-4, method="rejection", seed=3)
     assert drafting.generate(
@@ -122,7 +122,7 @@ def test_rejection_sampling_obeys_them(
 @pytest.mark.parametrize("name", ["presence", "bias", "all"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperature: float) -> None:
-    """Tokens without a column are left out, and the others keep theirs."""
+    """Tokens without a column are left out; the others keep their biases."""
     options = OPTIONS[name] | (
         {"logit_bias": {5: 2.0, 6: 2.5, 96: 1.0, 95: 3.0}} if "logit_bias" in OPTIONS[name] else {}
     )
@@ -131,7 +131,7 @@ def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperat
 
 @pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 2 GPUs", "chain by torch"])
 def test_a_gpu_has_them_too(planned: Planned, name: str) -> None:
-    """The host chooses there."""
+    """The host chooses the token then."""
     setting = SETTINGS[name]
     directory = planned(setting)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
@@ -181,7 +181,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_server_takes_them(server: Served, name: str) -> None:
-    """Alone and beside other requests, with the tokens of the Python API."""
+    """Alone and with other requests, the tokens are those of the Python API."""
     options = OPTIONS[name]
     body = {name: value for name, value in options.items() if name != "logit_bias"}
     if "logit_bias" in options:

@@ -1,5 +1,5 @@
-"""A prefill writes the keys and values that any other call writes, and computes logits for one
-token instead of all."""
+"""A prefill writes the same keys and values as any other call, and computes logits for one token
+only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ BACKENDS = ["ort", "torch"]
 def verify_logits(
     harness: Harness, tokens: Sequence[int], rows: Sequence[int]
 ) -> NDArray[np.float32]:
-    """The logits [R, V] of the verify graph itself for these rows."""
+    """The logits [R, V] of the verify graph for these rows."""
     (graph,) = harness.manifest.verify
     count = len(tokens)
     slots = 64

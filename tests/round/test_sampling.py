@@ -1,5 +1,5 @@
-"""From logits to a distribution, against the plain definitions; and the noise that decides between
-its tokens."""
+"""Distributions from logits, compared with the plain definitions; and the noise that chooses a
+token."""
 
 from typing import Any
 
@@ -61,7 +61,8 @@ def test_the_nucleus_of_a_large_vocabulary_is_exact(top_p: float) -> None:
 
 def test_each_filter_works_on_what_the_ones_before_it_left() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Of the top two .4 is .571, so a nucleus of .5 holds it alone; without top-k it takes both.
+    # Among the top two, .4 becomes .571, so a nucleus of .5 holds only that token; without top-k it
+    # takes both.
     assert distribution(logits, Sampling(temperature=1.0, top_k=2, top_p=0.5)).tolist() == [
         1,
         0,
@@ -71,7 +72,7 @@ def test_each_filter_works_on_what_the_ones_before_it_left() -> None:
     assert distribution(logits, Sampling(temperature=1.0, top_p=0.5)) == pytest.approx(
         [4 / 7, 3 / 7, 0, 0]
     )
-    # Temperature 2 flattens first: .4 is then .326 of all, and two tokens make half of it.
+    # Temperature 2 flattens first: .4 becomes .326, and half of the probability takes two tokens.
     assert np.count_nonzero(distribution(logits, Sampling(temperature=2.0, top_p=0.4))) == 2
     assert np.count_nonzero(distribution(logits, Sampling(temperature=1.0, min_p=0.6))) == 2
 
@@ -112,7 +113,7 @@ def test_noise_is_gumbel_noise() -> None:
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
 def test_noise_is_finite_whatever_the_bits(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    """An infinite one would pick a token that the filters had cut off."""
+    """Infinite noise would choose a token that the filters removed."""
 
     class Stuck:
         def __init__(self, **_: Any) -> None: ...
@@ -145,7 +146,7 @@ def test_random_streams_are_apart() -> None:
 def test_the_best_tokens_are_those_of_all_scores_plus_noise(
     options: Sampling, seed: int, size: int, count: int
 ) -> None:
-    """Noise is made for few tokens, and none of the best is missed."""
+    """Noise is computed for few tokens, and none of the best is missed."""
     scores = warp(random_logits(seed, size), options)
     noise = GumbelNoise(seed, size)
     tokens, noisy = noise.best(scores, seed, count)

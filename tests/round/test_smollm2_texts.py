@@ -1,5 +1,5 @@
-"""``lab/smollm2/texts.py`` and ``prompts.py``: what they make of packages and checkouts,
-without texts of tests."""
+"""The texts that ``lab/smollm2/texts.py`` and ``prompts.py`` make of packages and checkouts exclude
+those of tests."""
 
 import gzip
 import json

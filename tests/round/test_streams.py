@@ -1,5 +1,5 @@
-"""Signals, and standard streams that are closed, full or broken: one sentence or the shell's exit
-codes, never a traceback."""
+"""Signals, and standard streams that are closed, full or broken, give one sentence or the shell's
+exit codes, never a traceback."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ TOO_LATE = 60
 
 
 def start(name: str, *arguments: object) -> list[str]:
-    """The command line of a command, as its script starts it."""
+    """The command line with which a script starts a command."""
     return [
         sys.executable,
         "-c",
@@ -58,8 +58,8 @@ def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     ("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"]
 )
 def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
-    """Each command with one of the ways: what opens and closes the streams does not know which
-    command runs."""
+    """Each command with one of the ways: the code that opens and closes the streams is the same for
+    all commands."""
     redirection, words = lost
     done = in_shell(redirection, command)
     assert done.returncode == 2
@@ -103,7 +103,7 @@ def test_statistics_that_are_lost_are_an_error(engine: Path) -> None:
 def test_no_file_takes_the_place_of_a_closed_stream(
     engine: Path, text_model: Path, tmp_path: Path
 ) -> None:
-    """What libraries print would end up in the weights."""
+    """Output of libraries would end up in the weights."""
     options = (
         "--model",
         text_model,
@@ -129,7 +129,7 @@ def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
 
 def interruptible(line: list[str], **settings: Any) -> subprocess.Popen[str]:
     """A process that Ctrl-C and a hang-up end, even if these tests run in the background, where
-    they are ignored."""
+    both signals are ignored."""
     ended_by = (signal.SIGINT, signal.SIGHUP)
     return subprocess.Popen(
         line,
@@ -143,7 +143,7 @@ SLOW = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
 
 @pytest.mark.parametrize(("name", "number"), [("run", signal.SIGINT), ("distill", signal.SIGTERM)])
 def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_path: Path) -> None:
-    """A slow click stands for all that is slow to import."""
+    """A slow click stands for all slow imports."""
     (tmp_path / "click.py").write_text(SLOW)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     pipe = subprocess.PIPE
@@ -153,7 +153,7 @@ def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_pa
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "here\n"
         process.send_signal(number)
-        assert process.wait(TOO_LATE) == -number  # a shell makes 130 and 143 of it
+        assert process.wait(TOO_LATE) == -number  # a shell turns it into 130 and 143
         assert process.stderr.read() == ""
 
 
@@ -184,7 +184,7 @@ def test_a_signal_while_a_command_works(number: signal.Signals, code: int) -> No
 
 
 def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> None:
-    """The files that it leaves are the next run's to remove."""
+    """The next run removes the files that it leaves."""
     code = (
         "import time, eesd.common.files as f, eesd.runtime.cli as c\n"
         "f._delete = lambda _: (print('cleaning', flush=True), time.sleep(60))\n"
@@ -216,8 +216,8 @@ def test_an_interrupt_while_one_is_handled() -> None:
 
 
 def test_a_storm_of_interrupts(engine: Path) -> None:
-    """At any moment of a command, and more than once: an exit code of the shell, or the end of the
-    work; no traceback."""
+    """At any moment of a command, and more than once, a signal gives an exit code of the shell, or
+    the work ends; there is no traceback."""
     for delay in (0.05, 0.5, 1.1, 1.8):
         line = [
             sys.executable,
@@ -246,7 +246,7 @@ def test_a_storm_of_interrupts(engine: Path) -> None:
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
-    """As a shell starts programs in the background."""
+    """The way in which a shell starts programs in the background."""
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from eesd import commands"
     check = (
         "import eesd.runtime.doctor as d; d.packages = lambda: "
@@ -257,8 +257,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
 
 
 def on_terminal(line: list[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code, and everything shown, of a command whose streams are a terminal on which nobody
-    types."""
+    """Exit code and output of a command on a terminal without input."""
     main, other = pty.openpty()
     process = subprocess.Popen(
         line, stdin=other, stdout=other, stderr=other, env=os.environ | (environment or {})
@@ -288,7 +287,7 @@ def test_chat_without_a_template_is_refused_before_anybody_types(engine_copy: Pa
 
 
 def test_drafts_have_colours_on_a_terminal(engine: Path) -> None:
-    """Where colours are switched off: tests/house/test_terminal.py."""
+    """``tests/house/test_terminal.py`` switches colours off."""
     options = (
         "--engine-dir",
         engine,

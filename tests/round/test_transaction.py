@@ -1,4 +1,4 @@
-"""A round that is broken off leaves nothing behind: the session goes on and ends with the same
+"""An interrupted round leaves nothing behind: the session continues, and ends with the same
 tokens."""
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ NEW_TOKENS = 24
 
 
 class Failure:
-    """Raises at the ``at``-th time it is asked, and never again."""
+    """Raises at the ``at``-th call, and never again."""
 
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self._left = at
@@ -58,7 +58,7 @@ def broken(workspace: Workspace, place: str, failure: Failure) -> Workspace:
 
 
 def snapshot(session: Session) -> dict[str, Any]:
-    """Everything a caller can see of a session. Nothing of the round in progress may be in it."""
+    """The visible state of a session. It must not show anything of a round in progress."""
     return asdict(session.stats) | {
         "tokens": list(session.tokens),
         "finish_reason": session.finish_reason,
@@ -67,7 +67,7 @@ def snapshot(session: Session) -> dict[str, Any]:
 
 
 def finish_despite(session: Session, error: type[BaseException]) -> int:
-    """Run to the end, going on after the error; how often it was raised."""
+    """Run to the end, and continue after errors. Returns the number of errors."""
     raised = 0
     while session.finish_reason is None:
         before = snapshot(session)
@@ -146,7 +146,7 @@ def test_a_budget_learns_nothing_from_a_failing_round(
 
 
 def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
-    """Between the chunks of a long prompt too."""
+    """Also between the chunks of a long prompt."""
     prompt = [token % 97 for token in range(7, 307)]
     expected = generated(harness.session(prompt, new_tokens=8))
     for at in (1, 2, 3):
@@ -159,7 +159,7 @@ def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
 
 
 class BrokenController(RandomStop):
-    """Raises once, when it is asked or when it is told."""
+    """Raises once, in a decision or in an observation."""
 
     def __init__(
         self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None
@@ -200,7 +200,7 @@ def test_a_controller_that_fails_while_drafting_leaves_nothing(
 def test_a_controller_learns_after_the_commit(
     harness: Harness, width: int, sampling: Sampling
 ) -> None:
-    """One that fails while it learns leaves a committed round: the outcome it was told is the
+    """If it fails in an observation, the round is committed: the observed outcome is the
     session's."""
     expected = generated(
         harness.session(
@@ -248,8 +248,7 @@ def test_a_cancelled_round_is_not_observed(harness: Harness) -> None:
 def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(
     harness: Harness, width: int, rounds: int
 ) -> None:
-    """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the
-    commit."""
+    """Ctrl-C may come anywhere: tokens and counts stay consistent, also within the commit."""
     controller: Controller = make_controller("fixed:k=3")
 
     def make() -> Session:
@@ -275,7 +274,7 @@ def test_peek_commits_nothing(harness: Harness) -> None:
 
 @needs_operators()
 def test_outputs_are_views_until_the_next_call(harness: Harness) -> None:
-    """What an engine may do, and so what a wrapped one must copy if it keeps it."""
+    """Engines may reuse their memory, so a wrapper must copy the outputs that it keeps."""
     engine = load(harness.directory, threads=1).engines.verify
     (kv_cache,) = engine.new_kv_caches()
     first, second = (

@@ -1,4 +1,4 @@
-"""The batch: every request gets, bit for bit, what it gets alone, whatever runs beside it."""
+"""The batch: every request has the bits that it has alone, whatever other requests run."""
 
 import os
 import threading
@@ -47,7 +47,7 @@ from eesd.serve.page.routes import estimates
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
 CACHE: Any = HostKVCache if operators.missing() else CpuKVCache
-"""What the CPU's batches run here."""
+"""The engines of batches on the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
 def test_rows_beside_others_draft_trees(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None
 ) -> None:
-    """As wide as alone, and with the tokens of plain decoding; what is left out depends on the
-    load."""
+    """Trees are as wide as alone, and the tokens are those of plain decoding. The load determines
+    which nodes are left out."""
     other = llm.with_speculation(Speculation(tree=3, drafter="exit"))
     given = [request for request in requests(24) if request.sampling.method != "rejection"]
     expected = [alone(llm, request) for request in given]
     scheduler = Scheduler(other, replace(OPTIONS, levels=levels))
-    if levels is None:  # with an untrained head the rule would soon draft no more
+    if levels is None:  # with an untrained head the rule would soon stop drafting
         monkeypatch.setattr(load_rule, "DEAREST", 1e9)
         monkeypatch.setattr(
             scheduler.rule, "goes_on", lambda reaches, depth, _: len(reaches) * (depth < 3)
@@ -129,7 +129,7 @@ def test_texts_over_small_caches_get_the_bits_that_they_get_alone(harness: Harne
 
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
-    """The logits are the same bits for all drafts, neighbours and pieces of the prompt."""
+    """The bits of the logits are equal for all drafts, other rows and pieces of the prompt."""
     found = [logprobs(llm, *sizes) for sizes in ((0, 1, 256), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]
@@ -142,7 +142,7 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
 
 
 def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small piece reads all weights for few tokens."""
+    """A small piece would read all weights for few tokens."""
     sizes = []
     add_piece = Session.add_piece
 
@@ -151,12 +151,12 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
         add_piece(session, piece, outputs, seconds)
 
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
-    # The policy follows costs otherwise.
+    # Without this, the policy would depend on measured costs.
     monkeypatch.setattr(scheduler._policy, "prompt_tokens", lambda sessions, slot, most: most)
     monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
-    # The short ones share a call with a piece of a long one that fills more than half of it.
+    # Short prompts share a call with a piece of a long prompt that fills more than half of it.
     assert sorted(sizes) == [50, 60, 100, 200, 200]
 
 
@@ -180,7 +180,7 @@ def test_short_prompts_pass_long_ones_and_hold_them_up_little(
     for tokens in done:
         passed += max(-tokens, 0)
         long += max(tokens, 0)
-        # Four take turns, so the last four have none to pass.
+        # Four requests take turns, so none comes after the last four.
         if long <= 4 * 200:
             assert passed <= SHORT + 20 + PASSING * long
     assert sum(-tokens for tokens in done[:8] if tokens < 0) >= SHORT
@@ -191,8 +191,8 @@ def test_short_prompts_pass_long_ones_and_hold_them_up_little(
 def test_prompts_beside_many_rows_take_no_more_time_than_they(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int, stretch: int
 ) -> None:
-    """Costs are given, and not timed: a plain round 20 ms, one with drafts ``stretch`` times that,
-    a token of a prompt 1 ms, and 10 us for each slot before it."""
+    """Costs are given, not measured: 20 ms for a plain round, ``stretch`` times that with drafts, 1
+    ms for a token of a prompt, and 10 us for each slot before it."""
     scheduler = Scheduler(
         llm, replace(OPTIONS, max_rows=rows + 1, prefill_tokens=96, prefix_memory=0, levels=0)
     )
@@ -327,7 +327,7 @@ class OnlyEven:
 
 
 class Pairs:
-    """Behind each even token comes the next one."""
+    """Each even token is followed by the next one."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         forced = self.forced(tokens, 1)
@@ -430,7 +430,7 @@ fill = CACHE.fill
 
 def half(kv_cache: Any, start: int, values: Values) -> None:
     values = values.copy()
-    # Not what an earlier request left there, which may be the same.
+    # Values that an earlier request left there may be the same.
     values[..., values.shape[3] // 2 :, :] = 0
     fill(kv_cache, start, values)
 
@@ -445,13 +445,13 @@ def share(scheduler: Scheduler, _: object) -> None:
 def test_a_mistake_with_caches_is_caught(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mistake: Callable[..., None]
 ) -> None:
-    """Keys and values that are not copied whole, or that two requests write, show in the tokens."""
+    """The tokens reveal keys and values that are copied in part, or that two requests write."""
     scheduler = Scheduler(llm, OPTIONS)
     given = list(requests(12))
     expected = [alone(llm, request) for request in given]
     monkeypatch.setattr(owner, name, mistake)
     found = [record.tokens for record in run(scheduler, given)]
-    # With beginnings of prompts that were kept.
+    # With kept prefixes of prompts.
     again = [record.tokens for record in run(scheduler, given)]
     assert [found, again] != [expected, expected]
 
@@ -507,7 +507,7 @@ def test_a_full_queue_and_a_closed_service_refuse(service: Service) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_needs_a_service_of_its_own(service: Service) -> None:
-    """The thread that runs the service is not there."""
+    """The service has no thread."""
     child = os.fork()
     if child == 0:
         told = ""
@@ -632,8 +632,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 
 def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
-    """The youngest one, and go on later with the tokens and log-probabilities that they get alone.
-    Nothing is refused."""
+    """The youngest request waits first. Requests continue later with the tokens and
+    log-probabilities that they have alone. Nothing is refused."""
     slot = llm.engines.verify.new_kv_caches()[0].slot_bytes
     nodes = llm.manifest.max_tree_nodes
     options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)
@@ -641,7 +641,7 @@ def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
         Request(
             tokens=list(range(1, 20 + 30 * (number % 3))),
             sampling=replace(SAMPLINGS[number % 4], seed=number),
-            max_new_tokens=(8, 150)[number % 2],  # short texts let the others seem short, too
+            max_new_tokens=(8, 150)[number % 2],  # after short texts, short ones are expected
             ignore_eos=True,
             logprobs=2,
             prompt_logprobs=1,

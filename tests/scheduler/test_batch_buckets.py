@@ -1,5 +1,5 @@
-"""Batches of engines that are not exact: as few nodes and slots as the longest row needs, and the
-tokens of plain decoding."""
+"""Batches of engines that are not exact: calls have only the nodes and slots that the longest row
+needs, and the tokens are those of plain decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,20 +35,18 @@ from eesd.runtime.request import Request
 from eesd.serve.cli import main as serve_main
 
 BUCKETS = (1, 2, 4, 13)
-"""Of calls of several rows, where rounds have up to 13 nodes."""
+"""Buckets of calls of several rows, for rounds of up to 13 nodes."""
 CHAINS = Speculation()
 TREES = Speculation(tree=3)
 
 
 @dataclass
 class Steps:
-    """The calls over several rows that engines ran, as rows, nodes and slots, and what the longest
-    row of each needs.
+    """Calls over several rows, as rows, nodes and slots, and the needs of the longest row of each.
 
-    Attributes:
-        verify, draft: What ran.
-        needed: The same for verify, by the rule that is documented.
-        captures: Captures of CUDA graphs.
+    Attributes: verify, draft: The calls of each engine. needed: The calls of verify by the
+        documented rule.
+        captures: Number of captured CUDA graphs.
     """
 
     verify: list[tuple[int, int, int]] = field(default_factory=list)
@@ -99,7 +97,7 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
 
 
 def few(count: int) -> list[Request]:
-    """Short and long requests whose tokens do not depend on how far is drafted."""
+    """Short and long requests whose tokens do not depend on the lengths of drafts."""
     given = [
         request
         for request in requests(60)
@@ -127,7 +125,7 @@ def planned(shared: Shared) -> Path:
 
 
 def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Scheduler]:
-    """What a batch on a GPU whose work is late runs after it was prepared. The tokens are those of
+    """The calls of a batch on a GPU with late work, after it was prepared. The tokens are those of
     plain decoding."""
     given = few(7)
     plain = load(planned, "ort", threads=1)
@@ -158,7 +156,7 @@ def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Sch
 def test_a_call_has_as_few_nodes_and_slots_as_its_longest_row_needs(
     planned: Path, setting: Setting, levels: int, counts: set[int]
 ) -> None:
-    """Each size is prepared, and captured, before the first request."""
+    """Each size is prepared and captured before the first request."""
     steps, _ = late_batch(planned, setting, levels)
     assert steps.verify == steps.needed and steps.captures == 0
     assert {count for _, count, _ in steps.verify} <= counts and {
@@ -182,7 +180,7 @@ def test_an_exact_batch_has_one_node_count_and_reads_whole_caches(planned: Path)
 def padded_device(
     directory: Path, speculation: Speculation = CHAINS, exact: bool | None = False
 ) -> Iterator[LLM]:
-    """An LLM of torch on the CPU, whose calls and caches are those of a GPU."""
+    """An LLM of torch on the CPU with the calls and caches of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         pad(patch)
         yield load(directory, "torch", speculation=speculation, threads=1, exact=exact)
@@ -213,7 +211,7 @@ def pad(patch: pytest.MonkeyPatch) -> None:
 
 
 SLOTS = (48, 96, 192, 400)
-"""What attention may read of the harness's caches."""
+"""The numbers of slots that attention may read of the harness's caches."""
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,7 @@ def test_tokens_are_those_of_plain_decoding_on_the_cpu(
 
 
 def call(llm: LLM, kv_cache: Any, length: int, count: int) -> Call:
-    """A call of ``count`` nodes of a row with a text of so many tokens."""
+    """A call of ``count`` nodes of a row with a text of ``length`` tokens."""
     llm.engines.verify.forward(
         [Call(kv_cache, [7, *range(3, length + 2)], range(length), 0, logits=False)]
     )
@@ -273,7 +271,7 @@ def test_within_a_bucket_a_row_has_the_same_bits_whatever_is_beside_it(harness: 
 
 
 def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
-    """All rows, and the bucket of the longest; so three nodes cost what four do."""
+    """Calls have all rows, and the bucket of the longest, so three nodes cost as much as four."""
     with padded_device(harness.directory) as llm:
         verify = llm.engines.verify
         rule = Scheduler(llm, OPTIONS).rule
@@ -341,7 +339,7 @@ def show_padding_of_short_rows(patch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_noticed(
     harness: Harness, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """Rows of other lengths with a tree and a chain, in one call."""
+    """Rows of different lengths with a tree and a chain, in one call."""
     tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
 
     def logits() -> list[Any]:

@@ -1,5 +1,5 @@
-"""Batches with the engine that torch and the GPU backends share: every request gets what it gets
-alone."""
+"""Batches with the engine that torch and the GPU backends share: every request has the tokens that
+it has alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def llm(harness: Harness) -> LLM:
 
 @pytest.fixture(scope="module")
 def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The same model with verify in three stages, each with caches of its own."""
+    """The same model with verify in three stages, each with separate caches."""
     model = harness.directory.parent / "model"
     directory = tiny_models.export_tiny(
         model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3
@@ -46,7 +46,7 @@ def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The same model, drafted for by all of its layers in 4 bits."""
+    """The same model with all its layers in 4 bits as the draft."""
     model = harness.directory.parent / "model"
     directory = tiny_models.export_tiny(
         model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True
@@ -78,7 +78,7 @@ def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(
     other = request.getfixturevalue(name)
     # The second time with prefixes.
     records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)
-    # Rejection sampling depends on what is drafted.
+    # Rejection sampling depends on the drafts.
     llm = request.getfixturevalue("llm") if name == "staged" else other
     assert [record.tokens for record in records] == 2 * [alone(llm, request) for request in given]
     assert any(update.stats.accepted_tokens for record in records for update in record.updates)
@@ -145,8 +145,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
-    """Out of a cache, into a row and another one, through memory that grows. A row that begins anew
-    has nothing of before."""
+    """From a cache to one row and to another, in memory that grows. A row that starts again holds
+    no old values."""
     manifest = replace(harness.manifest, dtype=dtype)
     streams = device_streams(1, "cpu")
     first, second = (RowMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
@@ -209,7 +209,7 @@ def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
     assert {record.reason for record in records} <= {"length", "stop"}
     exactness = Exactness(llm.manifest)
     exactness.check(llm.engines.verify)
-    # Elsewhere the tokens depend on how a prompt is cut, also without a batch.
+    # On other processors the tokens depend on the pieces of a prompt, also without a batch.
     if not exactness.chains.differing:
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
 
@@ -233,7 +233,7 @@ def planned_whole(shared: Shared) -> Path:
 
 
 def few(count: int) -> list[Request]:
-    """Requests whose tokens do not depend on how far is drafted."""
+    """Requests whose tokens do not depend on the lengths of drafts."""
     given = [
         request
         for request in requests(40)
@@ -252,8 +252,8 @@ def few(count: int) -> list[Request]:
 def test_rows_on_a_gpu_whose_work_is_late(
     name: str, cuda_graphs: bool, request: pytest.FixtureRequest
 ) -> None:
-    """With plans, every call has all rows and one node count, is captured once, and keeps the rules
-    of CUDA and TensorRT."""
+    """With plans, every call has all rows and one node count, is captured once, and follows the
+    rules of CUDA and TensorRT."""
     planned = request.getfixturevalue(name)
     given = few(6)
     plain = load(planned, "ort", threads=1)

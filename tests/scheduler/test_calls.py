@@ -1,5 +1,5 @@
-"""One call for any sequences: each token gets the bits that it gets alone, and prompts run beside
-rows that decode."""
+"""One call for any sequences: each token has the bits that it has alone, and prompts run together
+with decoding rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,7 +59,7 @@ def engine(llm: LLM) -> Any:
 
 
 class Texts:
-    """Texts in caches; what calls of their own give is the truth."""
+    """Texts in caches. The results of separate calls are the expected ones."""
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.engines.verify
@@ -80,7 +80,7 @@ class Texts:
         )
 
     def tree(self, text: int) -> Call:
-        """A root with two branches, of two nodes and of one."""
+        """A root with a branch of two nodes and one of a single node."""
         start = TEXTS[text]
         mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], np.bool_)
         return Call(
@@ -93,7 +93,7 @@ class Texts:
         )
 
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The bits of a call of the text alone, and what it wrote, which is then forgotten."""
+        """The bits of a call of the text alone, and the written values, which are then removed."""
         [outputs] = self.engine.forward([call])
         found = bits(outputs)
         written = self.written(call)
@@ -174,7 +174,7 @@ def test_a_call_without_tokens_is_refused(llm: LLM) -> None:
 
 
 class Noted:
-    """What the calls of a test were: those with logits, and those of prompts."""
+    """The calls of a test: those with logits, and those of prompts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Any, verify: Any) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -208,8 +208,8 @@ def test_prompts_share_calls_with_rows(llm: LLM, noted: Noted, levels: int | Non
 
 
 def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
-    """Four prompts without rows that decode; and one beside a request of a single token, which
-    needs no prefill."""
+    """Four prompts without decoding rows; and one with a request of a single token, which needs no
+    prefill."""
     given = [
         Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True)
         for n in (9, 8, 12, 7, 6)
@@ -229,7 +229,7 @@ def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
 def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(
     llm: LLM, engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is
+    """A failed call may have written anything after the prompt's prefilled tokens, so the piece is
     run again."""
     scheduler = Scheduler(llm, OPTIONS)
     good = engine.forward
@@ -280,7 +280,7 @@ def count_too_many(session: Session, piece: Call, outputs: StepOutputs, seconds:
 def test_a_mistake_with_pieces_is_caught(
     llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of a prompt that are left out show in what follows."""
+    """Missing tokens of a prompt change the tokens that follow."""
     random = np.random.default_rng(0)
     scheduler = Scheduler(llm, OPTIONS)
     given = [
@@ -303,14 +303,14 @@ def test_a_mistake_with_pieces_is_caught(
 
 
 def rotated(calls: Sequence[Call]) -> list[Call]:
-    """Each call with the cache of the one before it."""
+    """Each call gets the cache of the previous call."""
     return [call._replace(kv_cache=calls[number - 1].kv_cache) for number, call in enumerate(calls)]
 
 
 def test_a_mistake_with_caches_is_caught(
     llm: LLM, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values of another row show in the first check."""
+    """The first check reveals keys and values of another row."""
     forward = engine.forward
     monkeypatch.setattr(engine, "forward", lambda self, calls: forward(self, rotated(calls)))
     with pytest.raises(EESDError, match="max_rows 1"):

@@ -173,7 +173,7 @@ def checkpoint_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page(command: str) -> str:
-    """The output of a command that docs/70b.md shows."""
+    """The output of a command in docs/70b.md."""
     _, found = PAGE.read_text().split(f"    $ {command}\n")
     shown = takewhile(lambda line: not line or line.startswith("    "), found.splitlines())
     block = "\n".join(line.removeprefix("    ").rstrip() for line in shown)
