@@ -32,7 +32,7 @@ PROMPTS = [
 def test_a_long_step_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where stderr is not a terminal."""
+    """If stderr is not a terminal."""
     monkeypatch.setattr(terminal, "SILENCE", 0.01)
     said = list[str]()
 
@@ -196,7 +196,7 @@ def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(
 
 
 def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: Path) -> None:
-    """The same engine by two names drafts the same tokens. Only the best fixed length of each is
+    """The same engine under two names drafts the same tokens. Only the best fixed length of each is
     shown."""
     names = ("one", "two")
     directories = [
@@ -336,7 +336,7 @@ def test_there_are_16_bundled_prompts_of_each_of_five_tasks() -> None:
 
 
 def test_tuning_prompts_are_never_reported() -> None:
-    """Every prompt has one purpose, whatever numbers are asked for, and the tasks alternate."""
+    """Every prompt has one purpose for any requested numbers, and the tasks alternate."""
     prompts = load_tasks([])
     tuning, reported = split_prompts(prompts, 99, 99)
     assert (

@@ -100,8 +100,7 @@ def work(engine: Path, text_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contestant]:
-    """Contestants that fail in the way of their name on the prompt that a file of that name
-    says."""
+    """Contestants that fail as their name says, on the prompt in a file of that name."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE)
     monkeypatch.setattr("lab.peers.measure.REST_SECONDS", 0)
@@ -120,7 +119,7 @@ def comparison(
 
 
 def timed_calls(directory: Path) -> list[str]:
-    """Variant and first token of the measured calls, without warm-ups, whose prompts are
+    """Variant and first token of the measured calls, without warm-up calls, whose prompts are
     reversed."""
     lines = [line.split() for line in (directory / "calls").read_text().splitlines()]
     return [f"{variant} {token}" for variant, token, _ in lines if token != "50"]
@@ -360,7 +359,7 @@ def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
 
 
 def test_first_differences_are_shown_with_both_margins(work: Path, tmp_path: Path) -> None:
-    """EESD beside itself is equal; beside a peer that always says 7, the margins are logits."""
+    """EESD equals itself. Compared with a peer that always says 7, the margins are logits."""
     record = Work.load(work)
     (tmp_path / "same.py").write_text((WORKERS / PEERS["EESD"].worker).read_text("utf-8"))
     record.made["llama.cpp gguf"] = {}
@@ -562,8 +561,8 @@ def test_names_are_chosen_by_patterns() -> None:
 
 
 def test_workers_need_nothing_of_eesd() -> None:
-    """They run in the peers' interpreter; only EESD's own worker imports it, and none at the top
-    what may be missing."""
+    """They run in the peers' interpreter. Only EESD's worker imports eesd, and none imports
+    optional packages at the top."""
     for path in WORKERS.glob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         top = {n for node in tree.body for n in _imported(node)}

@@ -287,8 +287,8 @@ STREAMS = (
     SyntheticStream("correlated", (0.5, 0.65, 0.8, 0.95, 0.99), 0.8),
     SyntheticStream("persistent", (0.5, 0.65, 0.8, 0.95, 0.99), 0.99),
 )
-"""Streams with a mean acceptance of about .8. It is constant; varies a little; is similar within a
-round; is similar for about 100 tokens."""
+"""Streams with a mean acceptance of about .8, which is constant, varies a little, is similar within
+a round, or is similar for about 100 tokens."""
 
 
 def flat(draft: float) -> CostModel:
@@ -339,8 +339,8 @@ def spent(run: Replay) -> NDArray[np.float64]:
 
 
 def test_regret_against_the_best_length_grows_ever_slower() -> None:
-    """That of cost-aware-ts, at a constant acceptance. beta-ts draws a coin after every token: its
-    regret grows linearly."""
+    """Regret of cost-aware-ts at a constant acceptance. beta-ts flips a coin after every token, so
+    its regret grows linearly."""
     trace = STREAMS[0].trace(500, 24, seed=3)
     costs = COST_MODELS["70b"]
     best = fastest(replay_fixed_lengths(trace, costs))
@@ -455,7 +455,7 @@ def test_cost_models_interpolate_round_trip_and_refuse_bad_costs() -> None:
 
 
 def test_an_outcome_has_the_draft_seconds_of_its_steps() -> None:
-    """The first step of a round costs more than a later one, and the controller learns it."""
+    """The first step of a round costs more than later ones, and the controller learns this."""
     outcomes = []
 
     class Listening(Fixed):

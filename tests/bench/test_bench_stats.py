@@ -32,7 +32,7 @@ RUN = Run("a", 0, 10, [[0, 0, 1], [2, 2, 3]], 0.1, 0.3, 0.5, 0.2, [3, 2], [2, 1]
 
 
 def test_bootstrap_intervals_cover_the_median() -> None:
-    """Of 150 samples with a known median, 90 to 99 % of the 95 % intervals contain it."""
+    """The median of 150 samples is known; 90 to 99 % of the 95 % intervals contain it."""
     random = np.random.Generator(np.random.PCG64(0))
     intervals = [
         bootstrap(np.exp(random.normal(0.3, 0.4, size=30)).tolist(), seed) for seed in range(150)

@@ -35,8 +35,7 @@ def draft_seconds(rows: int) -> float:
 
 
 class Rows:
-    """Rows draft and are verified under a rule, for ``rounds`` rounds. Chances are around 0.9 or
-    0.2."""
+    """Rows that draft and are verified under a rule. Chances are around 0.9 or 0.2."""
 
     def __init__(
         self,

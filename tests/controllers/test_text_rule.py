@@ -42,7 +42,7 @@ def round_of(
 def taught(
     rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP
 ) -> TextRule:
-    """Rounds in which ``rights`` of ten proposed tokens were right, and ``verified`` were
+    """A rule after rounds in which ``rights`` of ten proposed tokens were right, and ``nodes``
     verified."""
     rule = TextRule()
     for number, right in enumerate(rights):

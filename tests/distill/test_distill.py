@@ -284,7 +284,7 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
 def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first targets and the draft vocabulary are kept. Changes that other runs refuse are still
+    """The first targets and the draft vocabulary are kept. Other changed options are still
     refused."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
     rows = np.load(own_rows)
@@ -359,7 +359,7 @@ def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
             torch.testing.assert_close(value, mean[name])
     head = load_exit_head(Checkpoint(learner), tmp_path / "mean").state_dict()
     for name, value in mean.items():
-        # It is stored with 16 bits.
+        # The head is stored with 16 bits.
         torch.testing.assert_close(head[name].float(), value, atol=1e-2, rtol=1e-2)
     assert any((mean[name] - value).abs().max() > 1e-3 for name, value in weights.items())
     distill(learner, own_rows, tmp_path / "cooled", "--steps", 1)
@@ -433,7 +433,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     learner: Path, tmp_path: Path, batch: int
 ) -> None:
-    """Also sampled rows. The engine that wrote and read them is deleted at the end."""
+    """Sampled rows do not, either. The engine that wrote and read them is deleted at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = (
@@ -481,8 +481,7 @@ def test_without_operators_torch_writes_and_says_so(
 
 
 def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
-    """Turns begin with the given words, are complete, and are continued; existing files are
-    kept."""
+    """Turns begin with the given words, are complete, and are answered; existing files are kept."""
     arguments = (
         "--model",
         learner,
@@ -586,8 +585,8 @@ def test_sampled_continuations_follow_the_model_distribution(learner: Path, writ
 def test_operators_write_what_an_engine_directory_generates(
     kind: str, learner: Path, tmp_path: Path
 ) -> None:
-    """Greedy texts equal those of ``eesd.load``; the quantized levels of a file are kept. Numbers
-    of rows and threads do not change sampled texts either."""
+    """Greedy texts equal those of ``eesd.load``; the quantized levels of a file are kept. Sampled
+    texts do not depend on the numbers of rows and threads."""
     needs_operators()
     model = (
         gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind))
@@ -692,7 +691,7 @@ def test_short_documents_share_a_row() -> None:
         [6, 7],
     ]
     assert rows.lengths.tolist() == [20, 33, 40, 21], (
-        "of the document of 45 tokens, too few are left for a row"
+        "the rest of the document of 45 tokens is too short for a row"
     )
 
 

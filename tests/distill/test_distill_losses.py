@@ -56,7 +56,7 @@ def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torc
 def test_a_head_equal_to_the_teacher_has_nothing_to_learn(
     case: dict[str, torch.Tensor], kept: int
 ) -> None:
-    """Also where tokens are not kept: a distribution of only the kept tokens would make the head
+    """Also if some tokens are not kept: a distribution of only the kept tokens would make the head
     overconfident."""
     features = case["teacher"].clone().requires_grad_()
     losses, agrees = token_losses(
@@ -110,7 +110,7 @@ def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
     assert acceptance.verified == (2, 2, 1, 0) and acceptance.accepted == (2, 2, 0, 0)
     assert acceptance.tokens_per_round == 3.0
     assert replay_acceptance([np.array([[0, 0]], bool)], 4).tokens_per_round == 1.0
-    # After no drafted token all drafts are right; after one or more, none is.
+    # All first drafts are right, and no later ones.
     acceptance = replay_acceptance([np.array([[1] * 6, [0] * 6], bool)], 4)
     assert acceptance.verified == (3, 2, 0, 0) and acceptance.accepted == (3, 0, 0, 0)
 

@@ -1,5 +1,5 @@
-"""The CPU engine through the real export: near the untouched graphs, equal to itself in every bit,
-over packed directories."""
+"""The CPU engine through the real export: its results are near those of the untouched graphs, and
+its bits do not depend on calls, kernels or threads. Also the packed directories."""
 
 import json
 import re
@@ -110,8 +110,8 @@ def cpu_engine(
 
 
 class Pass:
-    """What an engine pair computes of one text: a prompt in two pieces, a token, a chain, a tree,
-    and draft steps."""
+    """Results of an engine pair for one text: a prompt in two pieces, a token, a chain, a tree, and
+    draft steps."""
 
     def __init__(self, verify: Engine, draft: Engine) -> None:
         manifest = verify.manifest
@@ -194,7 +194,7 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
     chosen = manifest.quantization
     same = bool((rounded.steps[3][0] == exact.steps[3][0]).all())
     assert same != bool(chosen.layers or chosen.head or chosen.tensors), (
-        "activations are int8 only with levels"
+        "activations are int8 only with quantized weights"
     )
 
 
@@ -202,8 +202,8 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
 def test_weights_are_copied_to_large_pages_where_memory_is_free(
     directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy does not change with the file. With little memory the file stays mapped, with the same
-    bits."""
+    """A copy does not change with the file. With little free memory the file stays mapped, and the
+    bits are the same."""
     plans = shutil.copytree(directory("llama-tied"), tmp_path / "plans")
     weights = build_for_cpu(plans, load_manifest(plans)) / cpu_build.WEIGHTS
     with monkeypatch.context() as little:
@@ -225,8 +225,7 @@ def test_weights_are_copied_to_large_pages_where_memory_is_free(
     ),
 )
 def test_bits_are_equal_in_chains_and_trees(directory: Directory, kind: str, int8: bool) -> None:
-    """One :class:`Exactness` for all kernels: the first one's bits are what the others must
-    give."""
+    """One :class:`Exactness` for all kernels: all must give the bits of the first."""
     exactness = Exactness(load_manifest(directory(kind)))
     for name, threads in [("", 1), ("", 2), *((name, 1) for name in operators.supported())]:
         exactness.check(cpu_engine(directory(kind), threads=threads, int8=int8, kernel=name))
@@ -302,7 +301,7 @@ def plans(directory: Directory, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories that were written, whole or not."""
+    """The directories that were written, completely or not."""
     written: list[Path] = []
     write = build._write
 
@@ -332,7 +331,7 @@ def test_a_directory_is_built_once(plans: Path, made: list[Path]) -> None:
 
 
 def flip(file: Path, share: float) -> None:
-    """Change a byte of a file, which is at this share of its bytes."""
+    """Change the byte at this share of a file."""
     data = bytearray(file.read_bytes())
     data[int(share * len(data))] ^= 1
     file.write_bytes(data)
@@ -346,7 +345,8 @@ def assert_unverified(plans: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("name", [cpu_build.WEIGHTS, "draft.onnx", "verify.onnx"])
 def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
-    """By ``--verify`` everywhere, and when it is loaded in small files, which are hashed whole."""
+    """``--verify`` notices it everywhere; loading notices it in small files, which are hashed
+    completely."""
     manifest = load_manifest(plans)
     file = build_for_cpu(plans, manifest) / name
     succeed(inspect_main, plans, "--verify")
@@ -369,7 +369,7 @@ def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
 def test_weights_of_another_model_are_noticed_when_they_are_loaded(
     family_dir: Directory, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large files by samples. The files of the other model have the same sizes."""
+    """Large files are compared by samples. The files of the other model have the same sizes."""
     monkeypatch.setattr(integrity, "_SAMPLES", 4)
     model = shutil.copytree(family_dir("llama-tied"), tmp_path / "model")
     for file in model.glob("*.safetensors"):
@@ -394,8 +394,8 @@ def test_weights_of_another_model_are_noticed_when_they_are_loaded(
 def test_another_export_has_another_build_for_cpu(
     plans: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So has another layout. The new build takes the place of the old one, but of nothing that EESD
-    did not make."""
+    """Another layout has another build, too. The new build replaces the old one, but no directory
+    that EESD did not make."""
     manifest = load_manifest(plans)
     first = build_for_cpu(plans, manifest)
     mine = shutil.copytree(first, plans / f"cpu-{'0' * 16}")
@@ -445,7 +445,7 @@ def test_where_the_build_is_is_shown(plans: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permissions do not stop the superuser, who may run the tests."""
+    """Permissions would not stop the superuser, who may run the tests."""
     write = directory_written_whole
 
     def refuse(place: Path, foreign: Callable[[Path], str]) -> Any:
@@ -459,8 +459,8 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asking_for_kernels_changes_no_session_in_the_making(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads may load models. What nodes take is set for the whole process, and is read while
-    a session is made."""
+    """Two threads may load models. The kernels of nodes are set for the whole process, and read
+    while a session is made."""
     plans = directory("llama-tied")
     made = ort.InferenceSession
     asked: list[str] = []
@@ -515,7 +515,7 @@ def test_several_may_build_at_once(plans: Path, made: list[Path]) -> None:
 
 
 def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
-    """Write a graph, with the size and the hash that the manifest says."""
+    """Write a graph, and record its size and hash in the manifest."""
     (plans / graph).write_bytes(model.SerializeToString())
     record(plans, graph)
 
@@ -594,7 +594,7 @@ def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
 
 
 def test_a_graph_on_disk_must_not_have_operators_of_this_project(plans: Path) -> None:
-    """Exported graphs are standard ONNX; what has nodes of the domain is not one."""
+    """Exported graphs are standard ONNX, without nodes of this project's domain."""
     model = graph_of(plans, "verify.onnx")
     node = helper.make_node(
         "Embed", [model.graph.input[0].name], ["never"], domain=operators.DOMAIN

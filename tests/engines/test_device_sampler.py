@@ -1,7 +1,7 @@
 """A device chooses the tokens that the host's samplers choose.
 
-Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations,
-the CPU stands for the device.
+If torch sees a GPU, it makes the choices from given logits. Otherwise, and for generations, the CPU
+acts as the device.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ SAMPLINGS = {
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 ON_DEVICE = SAMPLINGS if find_spec("triton") else {"penalty": SAMPLINGS["penalty"]}
-"""Without Triton the host makes the noise."""
+"""Without Triton the host computes the noise."""
 
 
 def no_logits() -> NDArray[np.float32]:
@@ -62,7 +62,7 @@ def no_logits() -> NDArray[np.float32]:
 
 
 def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.float32]:
-    """With ``narrow`` they are rounded to bfloat16, as logits of 16-bit engines are, so many are
+    """With ``narrow`` they are rounded to bfloat16, like the logits of 16-bit engines, so many are
     equal."""
     logits = torch.from_numpy(
         np.random.default_rng(seed).normal(0, 3, (rows, size)).astype(np.float32)
@@ -74,7 +74,7 @@ def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.f
 def on_device(
     sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int
 ) -> NDArray[np.float64]:
-    """What the sampler's work for a device makes of the logits."""
+    """The choices that the sampler's work for a device makes from the logits."""
     choose = sampler.chooser(nodes, count)
     with torch.inference_mode():
         chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
@@ -82,8 +82,7 @@ def on_device(
 
 
 def chain(tokens: list[int]) -> list[Node]:
-    """A root and nodes behind each other. None has children: each is judged as if it were the
-    last."""
+    """A root and a chain of nodes. None has children: each is judged as if it were the last."""
     nodes = [Node(COMMITTED[-1], index=0)]
     for token in tokens:
         nodes.append(Node(token, nodes[-1], nodes[-1].depth + 1, index=len(nodes)))
@@ -91,7 +90,8 @@ def chain(tokens: list[int]) -> list[Node]:
 
 
 def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
-    """The verifier's tokens are those of the host. Returns how many the device was certain of."""
+    """The verifier's tokens are those of the host. Returns the number of choices of which the
+    device was certain."""
     host, device = (make_sampler(sampling, logits.shape[1]) for _ in range(2))
     nodes = chain([2, 0, 1][: len(logits) - 1])
     certain = 0
@@ -147,7 +147,7 @@ def test_the_verifiers_tokens_are_those_of_the_host() -> None:
 
     counts: list[int] = []
     check()
-    assert sum(counts) > 0.98 * 3 * len(counts), "the host should hardly ever have to choose"
+    assert sum(counts) > 0.98 * 3 * len(counts), "the host should rarely have to choose"
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -158,8 +158,8 @@ def test_a_large_vocabulary_changes_nothing(narrow: bool) -> None:
 
 @NEEDS_TRITON
 def test_what_rounding_could_decide_is_left_to_the_host() -> None:
-    """Of four equal tokens, a nucleus of one half holds two or three, as the last bit of a sum
-    says."""
+    """A nucleus of one half holds two or three of four equal tokens, depending on the last bit of a
+    sum."""
     logits = np.full((2, 4), -30, np.float32)
     logits[:, :4] = np.log(np.array([0.25] * 4, np.float32))
     certain = [
@@ -208,7 +208,8 @@ def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:
 
 
 def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
-    """The draft's proposals are those of the host, in two rounds. The second has seen more."""
+    """The draft's proposals are those of the host, in two rounds. More tokens precede the
+    second."""
     host, device = (make_sampler(sampling, 97, columns) for _ in range(2))
     for tokens in (COMMITTED, [*COMMITTED, 9, 8, 7]):
         nodes = chain([2, 60, 1])
@@ -234,7 +235,7 @@ def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
 
 
 def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
-    """The first gets the best token from the engine anyway; the others choose on the host."""
+    """Plain greedy decoding gets the best token from the engine; the others choose on the host."""
     for sampler in (
         make_sampler(Sampling(), 97),
         make_sampler(Sampling(temperature=1.0), 97, allowed=lambda _: None),
@@ -315,7 +316,7 @@ def test_an_observer_still_sees_logits(harness: Harness) -> None:
 def with_others(
     owner: Any, name: str, change: Callable[..., Any]
 ) -> Callable[[pytest.MonkeyPatch], None]:
-    """A method is given other arguments."""
+    """A method receives other arguments."""
     original = getattr(owner, name)
     return lambda patch: patch.setattr(
         owner, name, lambda *arguments: original(*change(*arguments))

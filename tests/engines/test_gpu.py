@@ -106,7 +106,7 @@ def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
 def test_drafting_changes_no_token_beyond_rounding(
     opened: Callable[[str], Path], backend: str, controller: str, tree: int, sampling: Sampling
 ) -> None:
-    """Until the cache is full."""
+    """Texts fill the cache."""
     directory = opened(backend)
     speculation = Speculation(controller, tree, drafter="exit", guard=False)
     llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), speculation)

@@ -45,7 +45,7 @@ Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 )
 @pytest.mark.parametrize("name", slow_but([*SETTINGS], *late_gpus.QUICK))
 def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, first: int) -> None:
-    """With a new LLM now and then, because work is captured once."""
+    """Each first seed has a new LLM, because work is captured once."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, first) as (machine, llm):
         assert wrong(planned(setting), machine, llm, range(first, first + 5)) == []
@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, 
 
 @pytest.mark.parametrize("name", slow_but(["chain", "chain by torch"], "chain"))
 def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
-    """So that drafting is not compared only with what is padded for its sake."""
+    """Otherwise drafting would be compared only with plain decoding that is padded for its sake."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
         assert isinstance(llm.engines.verify, DeviceEngine)
@@ -73,14 +73,14 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
             and found.one_node.new_tokens == 12
         )
         assert counts.count(most) > 12 and counts.count(1) >= 12, "padded, and then one node a pass"
-        assert llm.engines.verify.buckets[0] == most, "what serves requests is as before"
+        assert llm.engines.verify.buckets[0] == most, "the engine that serves requests is unchanged"
 
 
 @pytest.mark.parametrize(
     "name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"]
 )
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
-    """There the calls are not captured, and what they need is freed after each."""
+    """There the calls are not captured, and their memory is freed after each call."""
     directory = planned(SETTINGS[name])
     setting = SETTINGS[name]
     prompt = PROMPTS[2]
@@ -100,7 +100,7 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
 def test_a_capture_that_fails_inside_costs_speed_and_no_token(
     planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call runs without a graph, and so do those after it whose pool is lost."""
+    """The call runs without a graph, and so do later calls whose pool is lost."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
         machine.breaking = pieces
@@ -136,7 +136,7 @@ def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name:
 def test_threads_with_a_model_each_do_not_disturb_each_other(
     planned: Planned, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They load, capture and generate in turns, each with its own streams. No capture fails."""
+    """They load, capture and generate in turns, each with separate streams. No capture fails."""
     for seed in range(3):
         in_two_threads(planned(SETTINGS[name]), SETTINGS[name], seed, locked=True)
     assert "CUDA graph" not in caplog.text
@@ -145,8 +145,8 @@ def test_threads_with_a_model_each_do_not_disturb_each_other(
 def test_captures_of_two_threads_at_once_are_noticed(
     planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The mistake that the lock prevents: torch waits for the whole GPU before it captures. Not
-    every order leads to it."""
+    """The lock prevents this mistake: torch waits for the whole GPU before a capture. Not every
+    order leads to it."""
     for seed in range(10):
         in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], seed, locked=False)
         if "runs without a CUDA graph" in caplog.text:
@@ -155,7 +155,7 @@ def test_captures_of_two_threads_at_once_are_noticed(
 
 
 def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -> None:
-    """Generate in two threads on one machine, in an order that the seed decides, and judge the
+    """Generate in two threads on one machine, in an order that the seed determines, and check the
     tokens."""
     wanted = late_gpus.expected(directory)
     turns = Turns(seed)
@@ -180,8 +180,8 @@ def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -
 
 
 def assert_caught(directory: Path, setting: Setting, mutate: Mutation) -> None:
-    """A mistake in the runtime gives other tokens with one of 20 seeds, no token, or an engine that
-    refuses its input."""
+    """A mistake in the runtime changes the tokens with one of 20 seeds, or makes an engine refuse
+    its input."""
     with (
         late_llm(directory, setting, seed=0) as (machine, llm),
         pytest.MonkeyPatch.context() as patch,
@@ -287,7 +287,7 @@ def test_calls_keep_the_rules(planned: Planned, name: str) -> None:
 def round_figures(
     directory: Path, setting: Setting, sampling: Sampling | None = None, on_device: bool = True
 ) -> list[Figures]:
-    """The figures of rounds, the first ones left out, which prepare calls."""
+    """The figures of rounds, except the first ones, which prepare calls."""
     found = []
     with late_llm(directory, setting, seed=1) as (machine, llm):
         llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[misc, union-attr]
@@ -300,7 +300,7 @@ def round_figures(
 
 
 def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
-    """Once for the chain of four steps, and once for verify, each a launch."""
+    """Once for the chain of four steps, and once for verify."""
     speculation = Speculation("fixed:k=4", guard=False, drafter="exit")
     one, three = (Setting(stages, stages, speculation) for stages in (1, 3))
     assert set(round_figures(planned(CHAIN), one)) == {Figures(waits=2, replays=4 + 1, executes=0)}
@@ -317,8 +317,8 @@ def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
 def test_the_default_controller_waits_once_for_each_call(
     planned: Planned, sampling: Sampling
 ) -> None:
-    """It decides on the host after each draft step; of a plainly greedy chain after two, in one
-    call."""
+    """It decides on the host after each draft step; in a plainly greedy chain after two steps,
+    which are one call."""
     found = round_figures(
         planned(CHAIN), Setting(1, 1, Speculation(guard=False, drafter="exit")), sampling
     )
@@ -333,7 +333,7 @@ def test_the_default_controller_waits_once_for_each_call(
 def test_a_round_with_a_penalty_waits_once_for_each_call(
     planned: Planned, on_device: bool, waits: int
 ) -> None:
-    """Where the host chooses, it waits for the logits of each call, too."""
+    """If the host chooses, it also waits for the logits of each call."""
     setting = Setting(1, 1, Speculation("fixed:k=4", guard=False, drafter="exit"))
     found = round_figures(planned(CHAIN), setting, PENALTY, on_device)
     assert set(found) == {Figures(waits=waits, replays=4 + 1, executes=0)}
@@ -343,8 +343,8 @@ def test_a_round_with_a_penalty_waits_once_for_each_call(
 def test_logits_of_a_tree_stay_on_the_device(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
-    """Also where a level is drafted in a call for each node, and each overwrites the logits of the
-    one before it."""
+    """Also if each node of a level is drafted in a separate call, which overwrites the logits of
+    the previous call."""
     tree = SETTINGS["tree"]
     monkeypatch.setattr(
         forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")
@@ -355,7 +355,7 @@ def test_logits_of_a_tree_stay_on_the_device(
 
 @contextmanager
 def embedded(directory: Path) -> Iterator[tuple[Machine, LLM]]:
-    """An LLM in a service. Its GPU is not the first one, its memory holds garbage, and no device is
+    """An LLM in a service. Its GPU is not the first, its memory holds garbage, and no device is
     current."""
     manifest = load_manifest(directory)
     geometry = manifest.geometry
@@ -389,8 +389,8 @@ def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
 
 
 def tokens_while_other_streams_are_late(directory: Path) -> list[int]:
-    """What an embedded LLM generates if other streams than its own do nothing before the second
-    round. A capture would wait for them all."""
+    """The tokens of an embedded LLM if other streams do nothing before the second round. A capture
+    would wait for all streams."""
     with embedded(directory) as (machine, llm):
         llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
         machine.eagerness = 0
@@ -415,8 +415,7 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(
 
 
 def preparing_a_draft_changes_the_cache(directory: Path) -> bool:
-    """Whether caches that verify has filled are others when the draft has been prepared, and its
-    calls captured."""
+    """Whether preparing the draft, with captured calls, changes caches that verify has filled."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
         verify = llm.engines.verify
         draft = llm.engines.draft

@@ -63,8 +63,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Gives an engine directory for some options. Four KV heads, so that four ranks have one each;
-    with deep layers."""
+    """A function of options that returns an engine directory of a model with four KV heads, one for
+    each of four ranks, and a head with deep layers."""
     root = tmp_path_factory.mktemp("parallel")
     model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
     deep_head(Checkpoint(model), root / "head")
@@ -87,8 +87,8 @@ def directory(export: Callable[..., Path]) -> Path:
 def in_one_process(
     plans: Path, ranks: int, speculation: Speculation | None = None, prompt: Sequence[int] = PROMPT
 ) -> tuple[Any, list[int]]:
-    """The logits of a prompt, and tokens, of ranks that are threads of this process; 1: of a model
-    that is not split."""
+    """The logits of a prompt, and tokens, of ranks that are threads of this process. With one rank,
+    the model is not split."""
     manifest = load_manifest(plans)
     parts = dict[int, torch.Tensor]()
     meeting = Barrier(ranks)
@@ -123,7 +123,7 @@ def in_one_process(
 
 
 def whole(directory: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a process with all weights gets."""
+    """The results of a process with all weights."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     team_member.main(directory, output)
     found: dict[str, Any] = json.loads(output.read_text())
@@ -160,7 +160,7 @@ def test_ranks_have_the_tokens_of_one_process(
     options: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chains, trees, sampling, kept prompts; of quantized weights, too. Logits have the bits of
+    """With chains, trees, sampling, kept prompts and quantized weights. Logits have the bits of
     ranks that are threads."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
@@ -180,8 +180,8 @@ FAMILIES = [*CASES, "qwen2", "qwen3-bias", "llama-bias"]
 def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, case: FamilyCase | str) -> None:
     """Logits of a prompt, and tokens with trees of drafts, are those of one process.
 
-    Biases count once; norms of heads are on every rank; experts; windows, norms behind, and caps;
-    norms after the rotation.
+    The families have biases, which count once; norms of heads, on every rank; experts; windows,
+    norms after a part, and caps; norms after the rotation.
     """
     options = (
         "--exit-layer",
@@ -279,7 +279,7 @@ eesd.load({str(directory)!r}, "torch").generate([5, 9, 3], max_new_tokens=8)
 
 
 def test_a_script_loads_one_model(directory: Path, tmp_path: Path) -> None:
-    """Rank 0 alone goes on behind ``load``. It is told that its ranks are taken."""
+    """Only rank 0 continues after ``load``. A second ``load`` is refused."""
     (tmp_path / "run.py").write_text(f"""
 import eesd
 llm = eesd.load({str(directory)!r}, "torch")
@@ -313,7 +313,7 @@ LOST = "error: Rank {} has ended; see what it printed, and start all again.\n"
 
 @pytest.mark.slow
 def test_torchrun_prints_the_text_of_one_process(engine: Path) -> None:
-    """Once. Standard input is rank 0's."""
+    """The text is printed once. Rank 0 reads standard input."""
     options = ("--engine-dir", engine, "-n", COUNT, "--json")
     command = [
         *TORCHRUN,
@@ -347,7 +347,7 @@ def serving(engine: Path, folder: Path) -> Iterator[tuple[list["subprocess.Popen
 
 @pytest.mark.parametrize("number", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """All get the signal, as from torchrun or a terminal. The request that runs is finished, with
+    """All ranks get the signal, as from torchrun or a terminal. The running request finishes with
     the tokens of one process."""
     body = {
         "prompt": TEXT,

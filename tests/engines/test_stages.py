@@ -90,7 +90,7 @@ def test_stages_give_the_tokens_of_one_stage(
     with whole.session(PROMPT) as one, split.session(PROMPT) as other:
         np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-5)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        # in the course of 160 tokens the KV cache grows, and all buffers are bound again
+        # within 160 tokens the KV cache grows, and all buffers are bound again
         one_text, other_text = (
             llm.generate(PROMPT, sampling, max_new_tokens=160, ignore_eos=True)
             for llm in (whole, split)

@@ -1,7 +1,7 @@
 """The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses
 damaged directories.
 
-Where torch sees a GPU, all tests but those of host memory also run there.
+If torch sees a GPU, all tests except those of host memory also run there.
 """
 
 import gc
@@ -69,7 +69,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
 }
-"""Options of the exit heads of model families that together have everything that a manifest can
+"""Options of the exit heads of model families that together cover everything that a manifest can
 describe."""
 
 
@@ -236,8 +236,8 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
 def test_a_device_drafts_two_steps_before_it_asks(
     variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the default controller lets it. Another one takes its place here, because that one decides
-    by the clock."""
+    """The default controller allows it. It decides by the clock, so another controller takes its
+    place here."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
@@ -332,7 +332,8 @@ def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None
         }
         for engine in (verify, draft)
     )
-    # Verify only writes the caches of the last exit block: it has keys and values of its own there.
+    # Verify only writes the caches of the last exit block, so it has separate keys and values
+    # there.
     shared = {
         name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name
     }
@@ -435,7 +436,7 @@ def test_cache_refuses_more_slots_than_the_manifest_allows(harness: Harness, dev
 
 
 def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
-    """Calls that were bound before the cache grew read and write its new memory afterwards."""
+    """Calls that were bound before the cache grew use its new memory afterwards."""
     verify, draft = open_on_cpu(harness.directory)
     nodes, positions = draft_tree(3)
     tokens = [node.token for node in nodes]
@@ -540,7 +541,7 @@ LOAD = (
 def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(
     engine: Path, tmp_path: Path, driver: bool
 ) -> None:
-    """ONNX Runtime runs in both cases, and says so where the GPU is not used."""
+    """ONNX Runtime runs in both cases, and reports a GPU that is not used."""
     if Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi"):
         pytest.skip("there is a driver")
     if driver:

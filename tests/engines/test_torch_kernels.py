@@ -1,8 +1,8 @@
 """The kernels of GPUs in Triton's interpreter: products with quantized weights, fused blocks, and
 engines with both.
 
-torch brings Triton along where it is made for GPUs on Linux. Without Triton, only that the weights
-are dequantized is tested.
+torch for GPUs on Linux includes Triton. Without Triton, only the dequantization of weights is
+tested.
 """
 
 import importlib.util
@@ -55,8 +55,8 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def plain(
     family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Path]:
-    """Directories whose verify has no quantized weights: norms of queries and keys, heads of 24
-    numbers, and one KV head; and a draft of all layers in 4 bits."""
+    """Directories whose verify has no quantized weights, of models with norms of queries and keys,
+    heads of 24 numbers, and one KV head; and one with a draft of all layers in 4 bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
     names = ("qwen3-bias", "llama-head-dim", "mistral")
@@ -81,7 +81,7 @@ def run(script: Path, *arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def found(quantized: Path, plain: list[Path]) -> dict[str, Any]:
-    """What ``support/interpreted.py`` finds."""
+    """The results of ``support/interpreted.py``."""
     found: dict[str, Any] = run(INTERPRETED, quantized, *plain)
     return found
 
@@ -104,8 +104,8 @@ def test_the_likeliest_tokens_are_torchs_and_of_equal_ones_the_first(found: dict
 def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels.
-    Where a rank would begin within a block of levels, as in the 96 inputs behind the MLP, they are
+    """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels. If a
+    rank would begin within a block of levels, as in the 96 inputs of the MLP's last layer, they are
     dequantized."""
     options = (
         "--dtype",
@@ -125,7 +125,7 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
         assert deviation > 0.3 and difference < 0.05, "logits near zero would always agree"
     verify, draft = found["fused"]
     assert verify == load_manifest(directory).geometry.num_layers > draft > 0
-    assert found["shared"][:draft] == [True] * draft, "the joined weights are there once"
+    assert found["shared"][:draft] == [True] * draft, "the joined weights are stored once"
     layers = {
         "self_attn.q_proj": [2, 64],
         "self_attn.o_proj": [1, 64],
@@ -144,8 +144,8 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
 def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
     found: dict[str, Any],
 ) -> None:
-    """Of prompts, chains, trees and rows; with levels that are kept and with blocks that are fused.
-    Where all levels are kept, calls of any number of nodes have equal bits."""
+    """For prompts, chains, trees and rows, with kept levels and with fused blocks. If all levels
+    are kept, calls of any number of nodes have equal bits."""
     assert len(found["engines"]) == 5 and found["bits"] == [True, None, None, None, None]
     for engines in found["engines"]:
         assert len(engines["difference"]) == 9
@@ -177,14 +177,14 @@ def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, 
 
 @NEEDS_TRITON
 def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number of groups is made of the same products, and fits the shared memory of the
-    smallest GPUs."""
+    """Every number of groups uses the same products, and fits the shared memory of the smallest
+    GPUs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = run(COMPILED)
     compiled = found["products"]
     assert len(compiled) == 4 and len(found["others"]) == 14
-    # Of compute capability 8.6, and of 9.0.
+    # Shared memory at compute capability 8.6, and at 9.0.
     assert max(found["others"][::2]) <= 99 * 1024 and max(found["others"][1::2]) <= 227 * 1024
     for name, kernel in compiled.items():
         assert kernel["shared"] <= 99 * 1024, name

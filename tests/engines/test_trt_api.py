@@ -24,10 +24,10 @@ RTX_ONLY = {
     "DynamicShapesKernelSpecializationStrategy": {"EAGER"},
     "ComputeCapability": set(),
 }
-"""What only TensorRT-RTX has. The runtime asks with ``hasattr`` before it uses it, or for the
-flavour."""
+"""Members of TensorRT-RTX only. The runtime checks ``hasattr`` or the flavour before it uses
+them."""
 ONLY_SOME = {"BuilderFlag": {"REQUIRE_USER_ALLOCATION"}}
-"""What the builder asks for with ``hasattr``."""
+"""Members for which the builder checks ``hasattr``."""
 USERS = (
     "runtime/engines/trt_plans.py",
     "runtime/engines/trt_engine.py",
@@ -60,7 +60,7 @@ def offered(cls: type) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("cls", fake.CLASSES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("version", ALL)
 def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None:
-    """Its methods take what an overload of the real ones takes, by the same names."""
+    """Its methods have the parameters of an overload of the real ones, with the same names."""
     api = load(version)
     rtx_only = RTX_ONLY.get(cls.__name__, set())
     for name, member in offered(cls):
@@ -70,7 +70,7 @@ def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None
         if not api.has(cls.__name__, name):
             continue
         assert isinstance(member, property) == api.is_property(cls.__name__, name), name
-        # One argument for two overloads.
+        # It has one parameter for two overloads.
         if not isinstance(member, property) and name != "create_execution_context":
             assert arguments(member) in real_arguments(api, cls.__name__, name), name
 
@@ -114,8 +114,7 @@ def test_the_fake_refuses_what_the_real_library_refuses(version: str) -> None:
 
 
 def names_used() -> set[tuple[str, ...]]:
-    """What the code takes from a module of TensorRT, as in ``trt.BuilderFlag.REFIT``: the names
-    behind ``trt``."""
+    """The names after ``trt`` that the code uses, as in ``trt.BuilderFlag.REFIT``."""
     found = set()
     for user in USERS:
         for node in ast.walk(ast.parse((Path(__file__).parents[2] / user).read_text())):
@@ -189,7 +188,7 @@ BUILDER_CALLS: dict[str, dict[str, tuple[str, ...] | None]] = {
         "step_complete": ("phase_name", "step"),
     },
 }
-"""What the builder uses, with its arguments; None: a property."""
+"""Members that the builder uses, with their parameters; None for a property."""
 
 
 @pytest.mark.parametrize("version", ALL)

@@ -1,5 +1,5 @@
-"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on
-a GPU: test_gpu.py."""
+"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). test_gpu.py
+runs real plans on a GPU."""
 
 import gc
 import importlib.util
@@ -57,7 +57,7 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours and a GPU, whose work is done on the CPU at once."""
+    """Both flavours and a GPU, whose work the CPU does at once."""
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
@@ -254,8 +254,8 @@ def few_slots(
 def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
 ) -> None:
-    """Other numbers of slots may be other kernels, so a round ends before a token that plain
-    decoding gives to another one."""
+    """Other numbers of slots may have other kernels, so a round ends before a token that plain
+    decoding computes with another number."""
     passes: list[int] = []
     original = DeviceEngine._step
 
@@ -286,7 +286,7 @@ def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
         assert session.stats.accepted_tokens > 3 or not draft
         return session.tokens, read
 
-    for length in range(1, 8):  # so that rounds begin anywhere before position 35
+    for length in range(1, 8):  # rounds begin anywhere before position 35
         prompt = PROMPTS[1][:length]
         drafted = run_through(prompt, True)
         assert drafted == run_through(prompt, False)
@@ -327,7 +327,7 @@ def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slot
 
 @pytest.mark.usefixtures("installed")
 def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) -> None:
-    """There tokens may depend on what is drafted."""
+    """Their tokens may depend on the drafts."""
     llm = eesd.load(
         few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False
     )
@@ -451,7 +451,7 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(
 
 
 def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
-    """It warms up, and the cache may be filled already."""
+    """Preparing runs calls, and the cache may be filled already."""
     directory = staged(1)
     llm = embedded(directory, fake.host_of(directory))
     with llm.session(PROMPTS[1], max_new_tokens=20) as session:
@@ -463,7 +463,8 @@ def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> 
 
 
 def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
-    """Equal addresses would then be an error, and different ones a cache that is never written."""
+    """With equal addresses the copy would be an error, and with different ones the cache would
+    never be written."""
     directory = staged(1)
     host = fake.host_of(directory)
     host.draft._copied.add("value_0")
@@ -472,7 +473,7 @@ def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) ->
 
 
 class Place(DeviceStream):
-    """A device of which one can see whether it is the current one. Each differs from all others."""
+    """A device that records whether it is current. Each differs from all others."""
 
     current: "list[Place]" = []  # noqa: RUF012
     __eq__ = object.__eq__
@@ -507,7 +508,7 @@ def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], 
 def test_each_stage_works_in_its_own_stream_and_scratch_memory(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the host reads later, logits and caches, is copied in the stream that wrote it."""
+    """Logits and caches are copied to the host in the stream that wrote them."""
     directory = staged(3)
     places = [Place(torch.device("cpu")) for _ in range(3)]
     manifest = load_manifest(directory)
@@ -533,8 +534,8 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
 
 
 def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
-    """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is
-    captured."""
+    """A reference cycle would hold buffers on the GPU until the collector runs, perhaps during a
+    capture."""
     llm: Any = embedded(staged(1), fake.host_of(staged(1)))
     gc.collect()
     gc.disable()
@@ -558,8 +559,8 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
 def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(
     staged: Callable[[int], Path], stages: int
 ) -> None:
-    """It does not look for a TensorRT library: none is installed here. The memory may be a buffer
-    for each layer."""
+    """It needs no TensorRT library: none is installed here. The memory may be a buffer for each
+    layer."""
     directory = staged(stages)
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(
         PROMPTS[1], max_new_tokens=60
@@ -616,7 +617,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    # Memory of another library begins a tensor of its own, wherever it lies.
+    # Memory of another library becomes a tensor at any address.
     (fine,) = kv_memory(directory)
     odd = torch.from_numpy(np.zeros(fine.numel() + 1, np.float32)[1:]).view(fine.shape)
     for memory, words in (
@@ -669,7 +670,7 @@ def stream_of(handle: int, gpu: int = 0) -> Any:
 def test_streams_that_cannot_do_are_refused(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default stream cannot be captured, and nothing would order two streams of one device."""
+    """The default stream cannot be captured, and two streams of one device would not be ordered."""
     directory = staged(3)
     host = fake.host_of(directory)
     first = stream_of(16)
@@ -704,8 +705,8 @@ def test_streams_that_cannot_do_are_refused(
 def test_real_library_without_a_driver_ends_in_one_error_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real TensorRT-RTX cannot load a real plan without CUDA, and prints much more than one
-    line about it."""
+    """The real TensorRT-RTX cannot load a real plan without CUDA, and prints many lines about
+    it."""
     real = pytest.importorskip("tensorrt_rtx")
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
@@ -720,7 +721,7 @@ def test_real_library_without_a_driver_ends_in_one_error_line(
     assert_refused(
         run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver"
     )
-    # A TypeError, as of pybind11 where the library returns a null pointer.
+    # A TypeError, which pybind11 raises if the library returns a null pointer.
     monkeypatch.setattr(real, "Runtime", len)
     assert_refused(
         run(main, *options), "tensorrt-rtx", "gives no Runtime here", "update the NVIDIA driver"
@@ -740,7 +741,7 @@ def edited(change: Callable[[bytes], bytes], name: str = "verify.plan") -> Damag
 
 
 def stripped(damage: Damage) -> Damage:
-    """The same to a directory of plans without weights."""
+    """The same damage to a directory of plans without weights."""
     return lambda directory: (fake.write_plans(directory, stripped=True), damage(directory))
 
 
@@ -803,7 +804,7 @@ STRIPPED = (
                 "eesd-build --force",
             ),
         ),
-        (  # the nodes that pad a round would have no room after the text
+        (  # nodes that pad a round would have no room after the text
             recorded(edited(lambda plan: plan.replace(b'"slots": 112', b'"slots":  96'))),
             (
                 "plan of verify.onnx is for caches of 96 slots, and its calls need 112",
@@ -851,7 +852,7 @@ def test_unusable_plans_are_refused_with_a_remedy(
 def test_plans_are_refused_on_gpus_without_kernels_for_them(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT-RTX has none for data centres, and Turing none for bfloat16."""
+    """TensorRT-RTX has no kernels for data centre GPUs, and Turing none for bfloat16."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     for gpu in ("9.0", "10.0", "7.5"):
         monkeypatch.setattr(trt_plans, "compute_capability", lambda gpu=gpu: gpu)
@@ -891,7 +892,7 @@ def test_a_missing_driver_or_library_is_named(
 def test_plans_without_weights_get_those_of_the_directory(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str
 ) -> None:
-    """Where a file is newer than the manifest, all hashes are compared first, because samples may
+    """If a file is newer than the manifest, whole hashes are compared first, because samples may
     miss a change."""
     monkeypatch.setattr(integrity, "_SAMPLES", 2)
     directory = shutil.copytree(staged(2), tmp_path / "plans")
@@ -924,7 +925,7 @@ def test_plans_without_weights_get_those_of_the_directory(
 def test_nvtx_ranges_are_paired_in_the_order_of_calls(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Of requests alone and of a batch, also where a call fails."""
+    """For single requests and a batch, also if a call fails."""
     ranges: list[str] = []
     monkeypatch.setattr(
         torch.cuda.nvtx,

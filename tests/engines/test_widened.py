@@ -1,5 +1,5 @@
-"""16-bit engine directories on the CPU: this project's operators read 16 bits, and give the bits of
-a float32 directory. Checks widen them in memory for ONNX Runtime's own operators."""
+"""16-bit engine directories on the CPU: this project's operators read 16 bits, with the results of
+a float32 directory. Checks widen the weights in memory for ONNX Runtime's own operators."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,8 +72,8 @@ def _reference_logits(directory: Path) -> Logits:
 def test_quantized_directory_agrees_with_its_graphs(
     family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """int8 weights of 16-bit engines have one scale for an output, so activations in int8 differ a
-    bit more."""
+    """int8 weights of 16-bit engines have one scale per output, so int8 activations differ slightly
+    more."""
     options = ("--dtype", "bfloat16", "--quantize", kind, "--no-check")
     directory = export_engine(family_dir("llama3"), tmp_path / "plans", *options)
     manifest = load_manifest(directory)

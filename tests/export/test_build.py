@@ -101,8 +101,8 @@ def test_those_of_stages_are_single_kernels(
 def test_those_of_other_drafts_are_single_kernels(
     family_dir: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
-    """A head with a deep cache, the whole model in 4 bits, a model's own exit, an EAGLE-3 head, and
-    no draft."""
+    """Drafts by a head with a deep cache, the whole model in 4 bits, a model's own exit, and an
+    EAGLE-3 head; and no draft."""
     model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=1.0, seed=0, head_dim=16)
     add_tokenizer(model)
     deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "deep")
@@ -196,7 +196,7 @@ def test_manifest_records_the_plans(built: Path) -> None:
 def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other tools can build it unchanged: its caches have a fixed length, and its weights are those
+    """Other tools can build it unchanged: its caches have a fixed length, and it uses the weights
     of the directory. With the inputs of ``examples/polygraphy`` it gives the results of the
     exported graph."""
     trt = pytest.importorskip("tensorrt_rtx")
@@ -276,7 +276,7 @@ def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.Monkey
 def test_the_source_of_plans_without_weights_is_recorded(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The builder, which has no GPU, is not asked to strip them. They take little disk space."""
+    """The builder, which has no GPU here, does not strip them. They need little disk space."""
     options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
     original = plans._config
 
@@ -367,7 +367,7 @@ def test_unusable_options_are_refused(
 def test_plans_that_this_machines_gpu_cannot_run_are_not_built(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless other GPUs are named."""
+    """They are built if other GPUs are named."""
     monkeypatch.setattr(plans, "compute_capability", lambda: "9.0")
     assert_refused(
         run(main, built),
@@ -528,7 +528,7 @@ def test_full_disk_while_writing_keeps_the_old_plan(
 
 
 def test_what_a_killed_build_left_is_removed(copy: Path, family_dir: Callable[[str], Path]) -> None:
-    """By the next build, and by the next export to the directory."""
+    """The next build and the next export to the directory remove it."""
     before = listing(copy)
     for follow in (
         lambda: succeed(main, copy),

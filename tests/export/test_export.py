@@ -118,7 +118,7 @@ def test_each_weight_is_stored_once(
     assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
 
     checkpoint = Checkpoint(family_dir(family))
-    # That of the exit head, which only verify uses.
+    # Keys and values of the exit head, which only verify uses.
     keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]
     block = [
         t.nbytes
@@ -166,7 +166,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
 def test_steps_are_logged_where_there_is_no_terminal(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that a long step continues, if it reports no bytes."""
+    """A long step that reports no bytes is logged as running."""
     monkeypatch.setattr(terminal, "SILENCE", 0.01)
     monkeypatch.setattr(steps, "SILENCE", 0.01)
     options = ("--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
@@ -215,7 +215,7 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(
     model = graph_of(exported("llama-head-dim"), name)
     weights = tensor_locations(model).keys()
     kinds = Counter(node.op_type for node in model.graph.node)
-    # Whether heads are folded.
+    # These choose whether heads are folded.
     assert kinds["Shape"] == kinds["Where"] == 2 * (name == "verify.onnx")
     assert not kinds.keys() & {
         "Concat",

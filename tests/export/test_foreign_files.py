@@ -41,7 +41,7 @@ from eesd.serve.cli import main as serve_main
 
 RESULT = Path(__file__).parent.parent / "data/bench_result.json"
 CASES = int(os.environ.get("FOREIGN_CASES", "100"))
-"""Commands of the property test; a thorough run needs some thousand."""
+"""Number of commands in the property test; a thorough run needs thousands."""
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
 PLACES = [
@@ -137,12 +137,12 @@ class World:
             return
 
     def any_path(self) -> Path:
-        """A path for a command: plain, behind a link, or with ".."."""
+        """A path for a command: plain, through a link, or with ".."."""
         path = self.root / self.random.choice(TARGETS)
         return path / self.random.choice(["", "", "", "new/..", "../plans", "link", "link/.."])
 
     def intrude(self, path: Path) -> None:
-        """Act like somebody else while a command writes ``path``: write into it if it is a
+        """Act as another program while a command writes ``path``: write into it if it is a
         directory, or beside it."""
         directory = path if path.is_dir() or not path.suffix else path.parent
         if self.random.random() < 0.7:

@@ -159,7 +159,8 @@ def shaped(
 
 
 def test_the_constants_give_the_times_that_the_h200_measured() -> None:
-    """For whole passes, and for products with fewer bits, which are slower than their bytes."""
+    """For whole passes, and for products with fewer bits, which take longer than reading their
+    bytes."""
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }
@@ -207,8 +208,8 @@ def test_cost_models_of_gpus_are_predictions() -> None:
 def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
-    """A tied embedding table is the LM head of verify, and of a draft without a separate one. A
-    copy in 4 bits is a separate one."""
+    """A tied embedding table is the LM head of verify, and of a draft without a separate LM head. A
+    copy in 4 bits is separate."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(
@@ -306,8 +307,8 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
 def test_a_model_is_predicted_before_its_export(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """From config.json alone, with the draft that the export would choose: all layers in 4 bits, or
-    the model's head."""
+    """config.json is enough. The draft is the one that the export would choose: all layers in 4
+    bits, or the model's head."""
     model = family_dir("qwen2")
     plans = tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)

@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment: the next run finds the leftovers, removes them or puts them back, and
+"""``kill -9`` at any moment: the next run finds the leftovers, removes or restores them, and
 touches nothing else."""
 
 import errno
@@ -161,7 +161,7 @@ def forget_the_machine(lock: Path) -> None:
 def test_in_doubt_it_is_named_and_kept(
     tmp_path: Path, doubt: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks may be missing, or not reach other machines; a lock may be deleted, or belong to
+    """File locks may be unsupported or local to a machine; a lock file may be deleted, or belong to
     another program."""
     kill_writer(tmp_path / "plans")
     (new,) = tmp_path.glob(".*.new")
@@ -177,7 +177,8 @@ def test_in_doubt_it_is_named_and_kept(
         lock.unlink()
         lock.symlink_to(tmp_path / "other")
     elif doubt == "two directories":
-        # Killed between the renames; then somebody made a directory with this name.
+        # The run was killed between the renames; then another program made a directory with this
+        # name.
         new.with_suffix(".old").mkdir()
         (tmp_path / "plans").mkdir()
     else:
@@ -238,7 +239,7 @@ def test_an_export_after_a_killed_one(
 
 
 AS_IS = ("--no-check", "--no-pack")
-"""Options without which other directories would be renamed."""
+"""Options that prevent other renames."""
 BETWEEN = (
     "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda "
     "*a: next(c)(*a)"
@@ -248,8 +249,8 @@ BETWEEN = (
 def test_a_directory_that_was_moved_aside_comes_back(
     text_model: Path, engine_copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed between the two renames of a replacement: a run says where the directory is, and the
-    next export puts it back."""
+    """After a kill between the two renames of a replacement, a run reports the place of the
+    directory, and the next export puts it back."""
     before = contents(engine_copy)
     kill_command(
         "eesd.export.cli",
@@ -269,7 +270,7 @@ def test_a_directory_that_was_moved_aside_comes_back(
         f"was moved to {aside}",
         "export again",
     )
-    # An export that fails, so that the old directory remains.
+    # This export fails, so the old directory remains.
     assert (
         run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 99).exit_code
         == 2

@@ -40,8 +40,7 @@ SHARDED = "codellama"  # float32, in several files
 
 @pytest.fixture(scope="module")
 def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Engines with a copy of the weights, and with links. Tests that change them must copy
-    them."""
+    """Engines with a copy of the weights, and with links. Tests must not change them."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
     return export_engine(model, parent / "copied", "--quantize-draft", "none"), export_engine(
@@ -123,7 +122,7 @@ def test_torch_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
 def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """Its levels go to weights.bin; verify reads the checkpoint's files. The tokens are those of
+    """Its levels are in weights.bin; verify reads the checkpoint's files. The tokens are those of
     plain decoding."""
     directory = export_engine(
         family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights"

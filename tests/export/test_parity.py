@@ -244,7 +244,7 @@ KINDS: dict[str, tuple[str | gguf_files.Spec, tuple[object, ...]]] = {
     "int8, drafts itself": ("qwen3", ("--dtype", "float32", "--quantize", "int8")),
     "experts": (gguf_files.Spec("llama", "Q4_0", "Q8_0", experts="apart"), ("--exit-layer", 1)),
     "Q8_0, drafts itself": (gguf_files.Spec("llama", matrices="Q8_0", table="Q8_0"), ()),
-    # One row of this file's logits is ill-conditioned: rounding alone changes it far more.
+    # A row of this file's logits is ill-conditioned, so rounding alone changes it far more.
     "Q4_K": (gguf_files.Spec("llama", "Q4_K", "Q6_K", True), ("--exit-layer", 1)),
 }
 
@@ -269,7 +269,7 @@ def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> No
 @needs_operators()
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gpt_oss", "gemma3_text"))
 def test_exports_of_families_in_16_bits_pass(tmp_path: Path, model_type: str) -> None:
-    """With the constants of their own parts, which are of 16 bits, too."""
+    """Constants of the families' own parts have 16 bits, too."""
     case = next(
         case
         for case in family_cases(model_type, 20, seed=5)

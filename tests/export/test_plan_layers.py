@@ -72,7 +72,7 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The caches whose first slots it copies: as many as the mask has columns. Both sizes are
+        """The caches whose first slots it copies, one for each column of the mask. Both sizes are
         -1 in the log."""
         caches = [
             tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs
@@ -199,9 +199,9 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """A function of the kind of quantization and the number of slots that returns the manifest of
-    an engine directory and the layers of its plans. ``whole``: only a draft of all layers is
-    quantized, to int8."""
+    """A function of the kind of quantization and the number of slots. It returns the manifest of an
+    engine directory and the layers of its plans. ``whole``: only a draft of all layers is
+    quantized."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
@@ -216,7 +216,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
 
 
 def cache_bytes(manifest: Manifest) -> int:
-    """Bytes of the keys of a layer; the values have as many."""
+    """Bytes of the keys of a layer, and of its values."""
     return 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * manifest.gpu_slots
 
 
@@ -282,7 +282,7 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     tmp_path: Path, slots: int
 ) -> None:
-    """With the widths of 8B, at which a layer's share of weights and caches is that in the whole
+    """With the widths of 8B, so that a layer has the ratio of weights and caches of the whole
     model."""
     model = write_checkpoint(
         tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
@@ -340,7 +340,7 @@ def test_attention_is_one_kernel_in_every_layer_and_profile(
 def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a plan is slower only where there is no kernel. The manifest promises no kernels."""
+    """So a plan is slower only where no kernel exists. The manifest promises no kernels."""
     directory = export_engine(
         family_dir("qwen2"),
         tmp_path / "plans",

@@ -149,8 +149,7 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
 
 
 def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
-    """Every weight has the same bits, as the output of GGUF's quantizer for a random model
-    shows."""
+    """Every weight has the same bits, here with weights from GGUF's quantizer."""
     random = np.random.default_rng(0)
     values = random.normal(
         random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)
@@ -593,7 +592,7 @@ LEVELS = {"fp8": (FP8, ml_dtypes.float8_e4m3fn, 256), "nvfp4": (FP4, ml_dtypes.f
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
-    """As another library decodes them, with the scales that were found."""
+    """They are the nearest values that another library decodes with these scales."""
     levels, numbers, count = LEVELS[kind]
     stored = random_weight(37, 96, dtype)
     weight = to_float32(stored)
@@ -604,7 +603,7 @@ def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
     nearest = np.abs(grid * scales - weight[:, :, None]).min(2)
     values = dequantize(found, levels).T
     np.testing.assert_allclose(np.abs(values - weight), nearest, rtol=1e-5, atol=1e-12)
-    if kind == "nvfp4":  # the end of the range that fits a block better, from all scales there are
+    if kind == "nvfp4":  # the better end of the range for a block, of all scales
         assert found.factor is not None and np.log2(float(found.factor)) % 1 == 0
         blocks = weight.reshape(37, 6, 16)
         every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(
@@ -620,7 +619,7 @@ def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
 
 
 def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
-    """The export compares graphs with modules whose layers are not packed."""
+    """The export compares packed graphs with modules whose layers are not packed."""
     weight = np.random.default_rng(0).standard_normal((48, 64), np.float32)
     weight *= np.array([1.0, 0.2, 5.0], np.float32).repeat(16)[:, None]
     whole = dequantize(quantize(weight, FP4, "float16"), FP4)
@@ -645,8 +644,8 @@ def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
 def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
     exported: Export, family: str, kind: str, dtype: str
 ) -> None:
-    """The tokens of plain decoding, greedy and sampled; with our operators and without; nearly the
-    same logits everywhere."""
+    """The tokens are those of plain decoding, greedy and sampled, and the logits nearly agree
+    between backends and with the graphs."""
     directory = exported(family, kind, "--dtype", dtype, "--check")
     assert_weights_match_manifest(directory)
     for graph in load_manifest(directory).graphs:
@@ -669,14 +668,14 @@ def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
         )
     logits = [of_backend(directory, "torch"), of_backend(directory, "ort")]
     logits.append(of_graphs(directory))
-    # Where processors multiply bfloat16 themselves, torch rounds more.
+    # On processors that multiply bfloat16, torch rounds more.
     share = 0.05 if dtype == "float16" else 0.1
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=share * np.abs(logits[0]).max())
 
 
 def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
-    """The logits behind the prompt. Drafting changes no token."""
+    """The logits after the prompt. Drafting changes no token."""
     plain, drafting = (
         eesd.load(directory, backend, speculation=one, threads=1) for one in (None, DRAFTING)
     )
@@ -691,7 +690,7 @@ def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
 
 
 def of_graphs(directory: Path) -> NDArray[np.float32]:
-    """The same of the graphs as they are on disk, widened to float32."""
+    """The logits of the graphs on disk, widened to float32."""
     manifest = load_manifest(directory)
     engine = reference(directory, manifest, manifest.verify, 1)
     [kv_cache] = engine.new_kv_caches()
@@ -704,7 +703,7 @@ def of_graphs(directory: Path) -> NDArray[np.float32]:
 
 @needs_operators()
 def test_operators_multiply_by_the_values_of_the_graph(exported: Export) -> None:
-    """With float32 activations both compute the same products, to what 16 bits round."""
+    """With float32 activations both compute the same products, up to rounding to 16 bits."""
     for kind in LEVELS:
         directory = exported("qwen2", kind, *NARROW)
         with eesd.load(
@@ -748,7 +747,7 @@ def test_a_manifest_with_other_small_floats_is_refused(exported: Export, tmp_pat
 
 
 def test_plans_are_built_for_the_gpus_that_know_the_type(exported: Export, tmp_path: Path) -> None:
-    """TensorRT-RTX builds nothing for older ones, and fails if it is not told."""
+    """TensorRT-RTX cannot build for older GPUs, and fails if none are named."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     for kind, oldest, wanted in (("fp8", "8.6", "8.9"), ("nvfp4", "8.9", "12.0")):
         copy = shutil.copytree(exported("qwen2", kind, *NARROW), tmp_path / kind)

@@ -161,8 +161,8 @@ def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("experts", ["together", "apart"])
 def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
-    """transformers reads no Mixtral from GGUF files, so its Mixtral gets the tensors that the gguf
-    library reads."""
+    """transformers does not read Mixtral from GGUF files, so its model gets the tensors that the
+    gguf library reads."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec("llama", "Q4_0", "Q8_0", experts=experts))
     names = {
         "token_embd": "model.embed_tokens",
@@ -535,7 +535,7 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
-    """Also scales and minimums of all bytes: those of K-quants have 4 to 8 bits."""
+    """Also with any bytes as scales and minimums, which have 4 to 8 bits in K-quants."""
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )
@@ -633,8 +633,8 @@ def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> Non
 def test_quantizing_again_finds_levels_over_the_same_range(
     tmp_path: Path, kind: str, option: str
 ) -> None:
-    """The stored levels and scales give the values of the file. A notice says that this does not
-    hold for all."""
+    """The stored levels and scales give the values of the file. A notice says that this is not so
+    for all files."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
     options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
     result = succeed(
@@ -874,7 +874,7 @@ def test_heads_of_layers_that_differ_are_refused(tmp_path: Path, heads: list[Any
 TABLE = json.loads((Path(__file__).parent.parent / "data" / "gguf_ends.json").read_text("utf-8"))
 KINDS = {"normal": 1, "control": 3, "user": 4}
 MORE = {"\u2581<EOT>", "<|end_of_turn|>"}
-"""Ends in this table that llama.cpp does not find by name."""
+"""Ends of texts in this table that llama.cpp does not find by name."""
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -910,7 +910,7 @@ def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, A
 def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
     tmp_path: Path,
 ) -> None:
-    """As in files of Gemma 2 from before the converter wrote this type."""
+    """As in files of Gemma 2 that an older converter wrote."""
     [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
     template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
     assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))
@@ -941,7 +941,8 @@ def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, nam
 
 
 def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> None:
-    """Here at a token that no metadata name: the likeliest first one, named ``<|fim_pad|>``."""
+    """Here at a token that is named in no metadata: the likeliest first token, called
+    ``<|fim_pad|>``."""
     path = gguf_files.write(tmp_path / "first.gguf", Spec())
     plain = eesd.load(export_engine(path, tmp_path / "first")).generate([40, 77], max_new_tokens=6)
     end = next(token for token in plain.tokens if token >= len(SPECIAL))

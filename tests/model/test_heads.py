@@ -1,6 +1,6 @@
 """Every kind of head. Exit heads are stored, loaded and refused. Heads with deep layers and
-published EAGLE-3 heads share a grid: on every backend, rounds draft what the reference computes, no
-token changes, and verify keeps its bits."""
+published EAGLE-3 heads share a grid: on every backend, drafts equal the reference, no token
+changes, and verify keeps its bits."""
 
 import json
 import shutil
@@ -276,8 +276,8 @@ def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor
 def test_rounds_draft_what_the_paper_says(
     exported: Path, model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After prompts, committed chains and trees whose path was moved; for chains and for two tokens
-    of one level."""
+    """After prompts, committed chains, and trees whose path was moved; for chains, and for two
+    tokens of one level."""
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     made, states, tokens = reference(exported, model)

@@ -495,8 +495,8 @@ def test_export_computes_with_the_levels(
 def test_levels_are_packed_straight_from_the_checkpoint(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """As with ``--model``, and in the quick check of every export. The bytes are those of a build
-    from ``weights.bin``."""
+    """``--model`` and the quick check of every export do so. The bytes are those of a build from
+    ``weights.bin``."""
     quantize = "nvfp4" if name == "nvfp4" else None
     packed, values, _ = pairs("awq" if quantize else name)
     model = values if quantize else packed
@@ -658,8 +658,8 @@ def test_damaged_weights_are_refused(
 def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """A layer without levels, which some publishers leave as the first one, and ``act-order``
-    without an entry in the config."""
+    """With a layer without levels, as some publishers leave the first one, and with ``act-order``
+    that the config does not mention."""
     plain = {
         "qweight": None,
         "qzeros": None,

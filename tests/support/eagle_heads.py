@@ -21,8 +21,7 @@ from eesd.model.loading import load_exit_head, make_initial_head, save_exit_head
 from support.tiny_checkpoints import randomise
 
 LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
-"""The last one is what Speculators writes with a norm for each state; the third has one norm for
-all."""
+"""Speculators writes the last two: with one norm for all states, and with a norm for each state."""
 
 
 def write_head(

@@ -278,6 +278,6 @@ def timed(
 
 
 def without_budget(*llms: LLM) -> None:
-    """Let LLMs verify all that they draft: what a budget leaves out depends on the clock."""
+    """Let LLMs verify all drafted nodes: a budget leaves out nodes by the clock."""
     for llm in llms:
         llm.drafting = llm.drafting.with_drafter(budget=None)

@@ -81,8 +81,8 @@ QUICK = (
     "tree of the whole model by torch",
     "tree in 3 stages on 2 GPUs by torch",
 )
-"""Settings of ``make test``: each field at least once, with plans and with torch. The other
-settings combine the same fields."""
+"""Settings of ``make test``: each field at least once, with plans and with torch. Other settings
+combine the same fields."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""

@@ -1,4 +1,4 @@
-"""A server in a thread on a real socket. It needs no packages besides the server's."""
+"""A server in a thread on a real socket. It needs only the server's packages."""
 
 import threading
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ CASES = (
     Case(Quantization("uint4", 64), 64, 24),
 )
 """Every type of levels with each kind of scales, zero points and minimums; odd numbers of outputs,
-and some that are no multiple of a panel."""
+and some that are not multiples of a panel."""
 
 
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
