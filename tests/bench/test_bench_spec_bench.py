@@ -54,8 +54,13 @@ def test_all_turns_are_answered_reported_and_not_answered_again(
         1,
         "-o",
         output,
+        "--method",
+        "text",
+        "--method",
+        "exit,fixed:k=2",
+        "--samplings",
+        "greedy coupled",
     )
-    options += ("--method", "text", "--method", "exit,fixed:k=2", "--samplings", "greedy coupled")
     shown = succeed(main, *options).stdout
     result = Result.load(output)
     assert (
@@ -110,8 +115,6 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
         10,
         "-o",
         output,
-    )
-    options += (
         "--engine-dir",
         quantized_engine,
         "--method",
@@ -120,8 +123,12 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
         "exit",
         "--method",
         "both",
+        "--samplings",
+        "greedy coupled-1",
+        "--others",
+        1,
+        "--bits",
     )
-    options += ("--samplings", "greedy coupled-1", "--others", 1, "--bits")
     kernels = [] if operators.missing() else operators.supported()[:2]
     for name in kernels:
         options += ("--kernels", name)
@@ -175,8 +182,13 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
         1,
         "-o",
         output,
+        "--method",
+        "exit,fixed:k=2",
+        "--method",
+        "both,tree=2",
+        "--costs",
+        "8b",
     )
-    options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "8b")
     shown = succeed(main, *options).stdout
     costs = COST_MODELS["8b"]
     answers = Result.load(output).answers

@@ -215,8 +215,22 @@ def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
     one."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"t{i} t{i}"}) + "\n" for i in range(5, 60)))
-    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL)
-    arguments += ("--own-rows", 250, "--own-batch", 4, "--steps", 50, "--own-text")
+    arguments = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--self-generate",
+        prompts,
+        *SMALL,
+        "--own-rows",
+        250,
+        "--own-batch",
+        4,
+        "--steps",
+        50,
+        "--own-text",
+    )
     whole = succeed(main, *arguments, tmp_path / "text", "-o", tmp_path / "whole").output
     assert whole.index("step 12 of 50: 64 of 250 rows are in use") < whole.index("step     13")
     assert [line["step"] for line in read_metrics(tmp_path / "whole") if "acceptance" in line] == [
@@ -301,8 +315,11 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
         tmp_path / "cache",
         "--deep",
         3,
+        "--validation",
+        own_rows,
+        "--save-every",
+        10,
     )
-    options += ("--validation", own_rows, "--save-every", 10)
     distill(learner, first, tmp_path / "head", *options, "--steps", 10)
     shards = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
     vocabulary = load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"]
@@ -416,8 +433,13 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
         "-o",
         tmp_path / "out",
         *SMALL,
+        "--own-rows",
+        40,
+        "--own-batch",
+        4,
+        "--steps",
+        2,
     )
-    arguments += ("--own-rows", 40, "--own-batch", 4, "--steps", 2)
     succeed(main, *arguments)
     shards = sorted((tmp_path / "out" / "own-text").glob("shard-*"))
     assert len(shards) == 3
@@ -492,8 +514,6 @@ def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None
         "-o",
         tmp_path / "out",
         *SMALL,
-    )
-    arguments += (
         "--self-prompt-start",
         "ab",
         "--self-prompt-start",
@@ -729,8 +749,21 @@ def test_two_processes_have_the_losses_of_one_process(
 ) -> None:
     """Two processes with batches of two rows, stopped and resumed, compared with one process over
     the same rows, in one portion as theirs."""
-    arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL]
-    arguments += ["--batch", 2, "--accumulate", 2, "--steps", 8]
+    arguments = [
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        *SMALL,
+        "--batch",
+        2,
+        "--accumulate",
+        2,
+        "--steps",
+        8,
+    ]
     command = [
         sys.executable,
         "-m",
@@ -739,8 +772,6 @@ def test_two_processes_have_the_losses_of_one_process(
         "2",
         "-m",
         "eesd.distill.cli",
-    ]
-    command += [
         *map(str, arguments),
         "-o",
         str(tmp_path / "two"),

@@ -75,8 +75,8 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
         verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[arg-type]
         tokens = [token % 97 for token in range(3, 40)]
         verify.prefill(tokens[:27], 0)
-        logits = [verify.forward(tokens[27:], range(27, 37), 27).logits.copy()]
-        logits += [
+        logits = [
+            verify.forward(tokens[27:], range(27, 37), 27).logits.copy(),
             draft.forward([7], [37], 37).logits.copy(),
             verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy(),
         ]

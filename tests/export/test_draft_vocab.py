@@ -121,8 +121,10 @@ def test_another_draft_vocabulary_is_another_run_and_another_head(
         1e-2,
         "--steps",
         12,
+        "--deep",
+        "none",
+        "--shared-lm-head",
     )
-    options += ("--deep", "none", "--shared-lm-head")
     found = run(distill_main, *options, "-o", reduced_head, "--draft-vocab", 50)
     assert_refused(found, "other options (draft_vocab: 60, now 50)")
     for size in (0, 50):

@@ -346,8 +346,13 @@ def test_what_comes_while_an_export_runs_is_kept(
 
 
 def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path) -> None:
-    names = ["notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt", "src/notes.txt"]
-    names += [
+    names = [
+        "notes.json",
+        "lora.bin",
+        "mine.onnx",
+        "mine.plan",
+        "verify.txt",
+        "src/notes.txt",
         "cpu-mine/files.json",
         "cpu-0123456789abcdef",
         *(f"{one.name}/notes.txt" for one in engine_copy.glob("cpu-*")),

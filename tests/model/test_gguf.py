@@ -926,8 +926,15 @@ def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
 def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, name: str) -> None:
     tokens = ["<|x|>", *VOCABULARY[len(SPECIAL) :], name]
     types = [3, *[1] * (len(tokens) - 2), kind]
-    metadata = {"tokens": tokens, "token_type": types, "model": "gpt2", "pre": "qwen2"}
-    metadata |= {"merges": gguf_files.MERGES, "eos_token_id": 0, "bos_token_id": 0}
+    metadata = {
+        "tokens": tokens,
+        "token_type": types,
+        "model": "gpt2",
+        "pre": "qwen2",
+        "merges": gguf_files.MERGES,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    }
     path = write_metadata(tmp_path / "model.gguf", metadata)
     assert end_tokens(Fields(read_gguf(path).metadata)) == [0]
     tokenizer, _ = gguf_tokenizer(read_gguf(path))
@@ -950,8 +957,11 @@ def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> No
     types = [3] * len(SPECIAL) + [1] * len(VOCABULARY)
     tokens[end] = "<|fim_pad|>"
     types[end] = 3
-    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    metadata |= {"tokenizer.ggml.merges": ["t h"]}
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["t h"],
+    }
     engine = export_engine(
         gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata)), tmp_path / "plans"
     )

@@ -158,8 +158,6 @@ def narrowed(name: str) -> dict[str, Any]:
         "num_attention_heads": narrow,
         "num_key_value_heads": max(1, narrow * kv_heads // heads),
         "num_hidden_layers": layers,
-    }
-    config |= {
         "hidden_size": narrow * size,
         "intermediate_size": 48,
         "vocab_size": 61,

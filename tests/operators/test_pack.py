@@ -230,8 +230,16 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizers: str) -> None:
     """All types and odd sizes in memory of just their size, on several threads; wrong sizes."""
     sources = Path(operators.__file__).parents[1] / "operators"
     files = [sources / "pack.cpp", Path(__file__).with_name("check_pack.cpp")]
-    flags = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", f"-I{sources}", "-pthread"]
-    flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-ffp-contract=off",
+        f"-I{sources}",
+        "-pthread",
+        f"-fsanitize={sanitizers}",
+        "-fno-sanitize-recover=all",
+    ]
     subprocess.run(["g++", *flags, *files, "-o", tmp_path / "check"], check=True)
     done = subprocess.run([tmp_path / "check"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "packed\n"), done.stdout + done.stderr[-3000:]

@@ -27,8 +27,6 @@ SMALL: tuple[object, ...] = (
     16,
     "--log-every",
     1,
-)
-SMALL += (
     "--eval-every",
     100,
     "--save-every",

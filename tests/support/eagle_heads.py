@@ -45,8 +45,6 @@ def write_head(
         "num_key_value_heads": model["num_key_value_heads"],
         "head_dim": model["head_dim"],
         "rms_norm_eps": 1e-5,
-    }
-    sizes |= {
         "intermediate_size": 80,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
@@ -100,23 +98,20 @@ def write_head(
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "transformer_layer_config": sizes,
-        }
-        config |= {
             "norm_before_residual": layout == "speculators",
             "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
-        }
-        config |= {
             "norm_before_fc": layout == "speculators",
             "fc_norm": layout == "eagle-3.1",
             "norm_output": True,
         }
     elif layout == "specforge":
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
         config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **sizes,
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
                 "use_aux_hidden_state": True,
-            }
+            },
         }
     else:
         config |= {"architectures": ["LlamaForCausalLM"], **sizes}

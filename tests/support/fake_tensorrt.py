@@ -65,8 +65,6 @@ def write_plans(
             "path": str(_as_built(directory, manifest, graph)),
             "profiles": profiles,
             "name": graph.file,
-        }
-        plan |= {
             "slots": manifest.gpu_slots,
             "least": attended_slots(manifest, graph)[0],
             "batch": batch,

@@ -486,13 +486,21 @@ def _granite_moe_shared(rng: random.Random, sizes: Options) -> Options:
 
 def _gpt_oss(rng: random.Random, sizes: Options) -> Options:
     count, used = _experts(rng)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
-    yarn |= {"rope_theta": 150000.0, "truncate": rng.random() < 0.5}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+        "rope_theta": 150000.0,
+        "truncate": rng.random() < 0.5,
+    }
     rope = rng.choice(({}, _rope(rng), {"rope_parameters": yarn}))
     own = {"sliding_window": rng.choice((9, 30)), "head_dim": rng.choice((8, 16))}
     kinds = {"layer_types": rng.choice((None, _kinds(rng, sizes)))}
-    own |= {"num_local_experts": count, "num_experts_per_tok": used}
-    own |= {"intermediate_size": rng.choice((32, 64, sizes["intermediate_size"]))}
+    own |= {
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "intermediate_size": rng.choice((32, 64, sizes["intermediate_size"])),
+    }
     return rope | own | kinds | {"attention_bias": rng.random() < 0.7}
 
 

@@ -683,8 +683,6 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
         3 * 2**-25,
         5 * 2**-25,
         1e-40,
-    ]
-    edges += [
         1 + 2**-11,
         1 + 3 * 2**-11,
         1 + 2**-11 + 2**-20,

@@ -484,8 +484,6 @@ SPECIAL = [
     "<|start|>",
     "<|end|>",
     "<|eot|>",
-]
-SPECIAL += [
     "<start_of_turn>",
     "<end_of_turn>",
     "[INST]",
@@ -671,8 +669,8 @@ def test_calls_their_names_and_results_write_none(tmp_path: Path) -> None:
             "type": "function",
             "function": {"name": text, "arguments": {text: [text]}},
         }
-        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
-        messages += [
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": text},
             {"role": "assistant", "content": text, "tool_calls": [call]},
             {"role": "tool", "content": text},
         ]

@@ -114,8 +114,13 @@ def test_messages_with_tools_get_the_template_for_them(tmp_path: Path) -> None:
 def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str, Any]:
     """A SentencePiece vocabulary whose pieces have equal scores."""
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", *pieces]
-    metadata = {"model": "llama", "tokens": tokens, "bos_token_id": 1, "add_bos_token": False}
-    metadata |= {"scores": [*map(float, range(-7, 0)), *[score] * len(pieces)]}
+    metadata = {
+        "model": "llama",
+        "tokens": tokens,
+        "bos_token_id": 1,
+        "add_bos_token": False,
+        "scores": [*map(float, range(-7, 0)), *[score] * len(pieces)],
+    }
     return metadata | {
         "token_type": [2, 3, 3, 1, 1, 1, 1, *[kind] * len(pieces)],
         "add_space_prefix": False,
@@ -194,8 +199,9 @@ def test_unknown_and_damaged_tokenizers_are_refused(
         "pre": "qwen2",
         "bos_token_id": 0,
         "tokens": ["a", "b", "c", "ab"],
+        "merges": ["a b"],
+        "scores": [0.5, 0.25, 0.0, 1.0],
     }
-    metadata |= {"merges": ["a b"], "scores": [0.5, 0.25, 0.0, 1.0]}
     path = write_metadata(tmp_path / "model.gguf", metadata)
     assert "tokenizer.json" in resolved_tokenizer(path)
     write_metadata(

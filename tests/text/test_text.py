@@ -140,8 +140,8 @@ def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
         "pair": [],
+        "special_tokens": {},
     }
-    step |= {"special_tokens": {}}
     processor = {"type": "Sequence", "processors": [step]} if sequence else step
     Tokenizer(models.BPE({"<s>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))
     document = json.loads((tmp_path / "tokenizer.json").read_text()) | {"post_processor": processor}
