@@ -46,13 +46,9 @@ def test_bootstrap_is_deterministic_and_exact_for_equal_values() -> None:
     assert bootstrap([1.0, 2.0, 4.0]) == bootstrap([1.0, 2.0, 4.0])
 
 
-def test_costs_of_a_round_are_interpolated_and_predict_its_seconds() -> None:
+def test_costs_of_rounds_predict_their_seconds() -> None:
+    """test_bench_simulate.py tests the interpolation of costs."""
     costs = CallCosts({1: 0.2, 2: 0.3}, {1: 1.0, 2: 1.1, 4: 1.5})
-    assert costs.round_cost(0, 0) == 1.0
-    assert costs.round_cost(1, 1) == pytest.approx(0.2 + 1.1)
-    assert costs.round_cost(2, 2) == pytest.approx(0.3 + 1.3)  # v(3) lies between v(2) and v(4)
-    # v(7) continues the line through v(2) and v(4).
-    assert costs.round_cost(3, 6) == pytest.approx(0.4 + 2.1)
     assert predicted_seconds(RUN, costs) == pytest.approx(1.0 + 3 * 1.6 + 0.2)
 
 

@@ -37,12 +37,6 @@ def options(learner: Path) -> tuple[object, ...]:
 ONE_SHARD = "import eesd.distill.teacher as c; c.SHARD_ROWS = 256"
 
 
-@pytest.fixture
-def one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All targets lie in one shard, as in the run that stopped."""
-    monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
-
-
 @pytest.fixture(scope="module")
 def stopped(
     options: tuple[object, ...], own_rows: Path, tmp_path_factory: pytest.TempPathFactory
@@ -71,6 +65,34 @@ def stopped(
     assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 3
     assert (output / "checkpoint-2").is_dir()
     return output
+
+
+@pytest.fixture
+def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
+    """Arguments of a command that works."""
+    return (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+        "--steps",
+        4,
+    )
+
+
+@pytest.fixture
+def resumed(
+    start: tuple[object, ...], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[object, ...]:
+    """Arguments that resume a copy of the stopped run in ``out``, with all targets in one shard."""
+    monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
+    output = shutil.copytree(stopped, tmp_path / "out")
+    return (*start, "--offline", output / "cache", "--save-every", 2)
 
 
 @pytest.fixture(scope="module")
@@ -142,31 +164,17 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_a_damaged_file_is_named(
-    options: tuple[object, ...],
-    own_rows: Path,
-    stopped: Path,
+    resumed: tuple[object, ...],
     tmp_path: Path,
     name: str,
     damage: Damage,
 ) -> None:
-    output = shutil.copytree(stopped, tmp_path / "out")
+    output = tmp_path / "out"
     (path,) = output.glob(name)
     damage(path)
-    arguments = (
-        *options,
-        "--data",
-        own_rows,
-        "-o",
-        output,
-        "--offline",
-        output / "cache",
-        "--save-every",
-        2,
-    )
-    result = run(main, *arguments)
+    result = run(main, *resumed)
     assert result.exit_code == 2, result.output
     assert_one_line(result.stderr, str(output))
     # A JSON object with other content.
@@ -176,7 +184,7 @@ def test_a_damaged_file_is_named(
     doomed = re.search(r"delete (/\S+?),", result.stderr)
     for target in {doomed[1] if doomed else str(path)}:
         shutil.rmtree(target) if Path(target).is_dir() else Path(target).unlink()
-    succeed(main, *arguments)  # the remedy of the message works
+    succeed(main, *resumed)  # the remedy of the message works
 
 
 @pytest.mark.parametrize("name", ["generation.json", "shard-00001.safetensors"])
@@ -190,29 +198,16 @@ def test_damaged_own_text_is_named(
     assert_refused(run(main, *arguments), name, "delete")
 
 
-@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize("damage", [truncate, text('{"step": 1'), empty])
 def test_a_last_line_that_was_cut_off_is_dropped(
-    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, damage: Damage
+    resumed: tuple[object, ...], tmp_path: Path, damage: Damage
 ) -> None:
-    output = shutil.copytree(stopped, tmp_path / "out")
+    output = tmp_path / "out"
     damage(output / "metrics.jsonl")
-    succeed(
-        main,
-        *options,
-        "--data",
-        own_rows,
-        "-o",
-        output,
-        "--offline",
-        output / "cache",
-        "--save-every",
-        2,
-    )
+    succeed(main, *resumed)
     assert read_metrics(output)[-1]["step"] == 4
 
 
-@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(
     "line",
     [
@@ -226,27 +221,13 @@ def test_a_last_line_that_was_cut_off_is_dropped(
         "[" * 100_000,
     ],
 )
-def test_damaged_metrics_are_named(
-    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, line: str
-) -> None:
-    output = shutil.copytree(stopped, tmp_path / "out")
+def test_damaged_metrics_are_named(resumed: tuple[object, ...], tmp_path: Path, line: str) -> None:
+    output = tmp_path / "out"
     with (output / "metrics.jsonl").open("a", errors="surrogateescape") as file:
         file.write(f"{line}\n")
-    arguments = (
-        *options,
-        "--data",
-        own_rows,
-        "-o",
-        output,
-        "--offline",
-        output / "cache",
-        "--save-every",
-        2,
-    )
-    assert_refused(run(main, *arguments), "metrics.jsonl", "delete it")
+    assert_refused(run(main, *resumed), "metrics.jsonl", "delete it")
 
 
-@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -254,23 +235,12 @@ def test_damaged_metrics_are_named(
     ),
 )
 def test_somebodys_directories_are_left_alone(
-    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, name: str
+    resumed: tuple[object, ...], tmp_path: Path, name: str
 ) -> None:
-    output = shutil.copytree(stopped, tmp_path / "out")
+    output = tmp_path / "out"
     (output / name).mkdir()
     (output / name / "mine").touch()
-    succeed(
-        main,
-        *options,
-        "--data",
-        own_rows,
-        "-o",
-        output,
-        "--offline",
-        output / "cache",
-        "--save-every",
-        2,
-    )
+    succeed(main, *resumed)
     assert (
         (output / name / "mine").exists()
         and (output / "checkpoint-4").is_dir()
@@ -278,32 +248,20 @@ def test_somebodys_directories_are_left_alone(
     )
 
 
-@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize("limit", slow_but([200, 5_000, 12_000, 30_000], 30_000))
 def test_a_full_disk_keeps_the_last_checkpoint(
-    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, limit: int
+    resumed: tuple[object, ...], tmp_path: Path, limit: int
 ) -> None:
     """The operating system refuses to extend any file beyond a limit."""
-    output = shutil.copytree(stopped, tmp_path / "out")
+    output = tmp_path / "out"
     before = {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()}
     assert max(map(len, before.values())) > 30_000
-    arguments = (
-        *options,
-        "--data",
-        own_rows,
-        "-o",
-        output,
-        "--offline",
-        output / "cache",
-        "--save-every",
-        2,
-    )
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     start = f"{ONE_SHARD}; from eesd.distill.cli import main; main()"
-    line = [sys.executable, "-c", start, *map(str, arguments)]
+    line = [sys.executable, "-c", start, *map(str, resumed)]
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
     # The tokenizer is the first file written, in a scratch directory.
@@ -311,7 +269,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert_one_line(done.stderr, place, "cannot be written (", "free some space")
     assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == before
     assert not [path for path in output.rglob("*") if is_temporary(path.name)]
-    succeed(main, *arguments)
+    succeed(main, *resumed)
     assert "checkpoint-4" in listing(output)
 
 
@@ -367,24 +325,6 @@ def test_too_little_memory_is_one_sentence(
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
     assert_one_line(done.stderr, "not enough memory", "--batch")
-
-
-@pytest.fixture
-def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
-    """Arguments of a command that works."""
-    return (
-        "--model",
-        learner,
-        "--exit-layer",
-        1,
-        "--data",
-        own_rows,
-        "-o",
-        tmp_path / "out",
-        *SMALL,
-        "--steps",
-        4,
-    )
 
 
 def without(start: tuple[object, ...], option: str) -> tuple[object, ...]:

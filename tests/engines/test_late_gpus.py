@@ -179,22 +179,6 @@ def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -
         machine.turns = None
 
 
-def assert_caught(directory: Path, setting: Setting, mutate: Mutation) -> None:
-    """A mistake in the runtime changes the tokens with one of 20 seeds, or makes an engine refuse
-    its input."""
-    with (
-        late_llm(directory, setting, seed=0) as (machine, llm),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        mutate(patch, machine)
-        try:
-            found = any(wrong(directory, machine, llm, range(seed, seed + 1)) for seed in range(20))
-        except (RuntimeError, ValueError) as error:
-            assert "out of data bounds" in str(error) or "float NaN" in str(error)
-        else:
-            assert found, "nothing notices the mistake"
-
-
 def drop_waits_between_devices(_: pytest.MonkeyPatch, machine: Machine) -> None:
     machine.joins = False
 
@@ -255,8 +239,21 @@ MISTAKES: dict[str, tuple[str, Mutation]] = {
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_noticed(planned: Planned, name: str) -> None:
-    setting, mutate = MISTAKES[name]
-    assert_caught(planned(SETTINGS[setting]), SETTINGS[setting], mutate)
+    """It changes the tokens with one of 20 seeds, or makes an engine refuse its input."""
+    chosen, mutate = MISTAKES[name]
+    setting = SETTINGS[chosen]
+    directory = planned(setting)
+    with (
+        late_llm(directory, setting, seed=0) as (machine, llm),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        mutate(patch, machine)
+        try:
+            found = any(wrong(directory, machine, llm, range(seed, seed + 1)) for seed in range(20))
+        except (RuntimeError, ValueError) as error:
+            assert "out of data bounds" in str(error) or "float NaN" in str(error)
+        else:
+            assert found, "nothing notices the mistake"
 
 
 PENALTY = Sampling(repetition_penalty=1.3)
@@ -414,8 +411,8 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(
     assert tokens_while_other_streams_are_late(directory) != expected, "nothing notices the mistake"
 
 
-def preparing_a_draft_changes_the_cache(directory: Path) -> bool:
-    """Whether preparing the draft, with captured calls, changes caches that verify has filled."""
+def preparing_changes_the_cache(directory: Path) -> bool:
+    """Whether preparing engines, with captured calls, changes caches that verify has filled."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
         verify = llm.engines.verify
         draft = llm.engines.draft
@@ -423,19 +420,20 @@ def preparing_a_draft_changes_the_cache(directory: Path) -> bool:
         kv_cache = verify.new_kv_caches()[0]
         OnCache(verify, kv_cache).prefill(PROMPTS[1], 0)
         before = kv_cache.values(0, llm.manifest.max_seq_len)
+        verify.prepare([kv_cache])
         draft.prepare([kv_cache])
         return not np.array_equal(kv_cache.values(0, llm.manifest.max_seq_len), before)
 
 
-def test_preparing_a_draft_leaves_the_cache_as_it_is(
+def test_preparing_leaves_the_cache_as_it_is(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not preparing_a_draft_changes_the_cache(planned(CHAIN))
+    assert not preparing_changes_the_cache(planned(CHAIN))
     again = (
         "self._device_inputs.copy_(self._host_inputs, non_blocking=True)  # capture() ran a step"
     )
     mutate(monkeypatch, DraftLoop, "run", again, "pass")
-    assert preparing_a_draft_changes_the_cache(planned(CHAIN)), "nothing notices the mistake"
+    assert preparing_changes_the_cache(planned(CHAIN)), "nothing notices the mistake"
 
 
 def make_contexts_elsewhere(patch: pytest.MonkeyPatch, machine: Machine) -> None:

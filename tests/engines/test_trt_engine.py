@@ -450,18 +450,6 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(
     assert llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens == expected
 
 
-def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
-    """Preparing runs calls, and the cache may be filled already."""
-    directory = staged(1)
-    llm = embedded(directory, fake.host_of(directory))
-    with llm.session(PROMPTS[1], max_new_tokens=20) as session:
-        session.step()
-        before = session.kv_cache.values(0, 96)
-        llm.engines.draft.prepare([session.kv_cache])  # type: ignore[union-attr]
-        llm.engines.verify.prepare([session.kv_cache])
-        assert before.any() and np.array_equal(session.kv_cache.values(0, 96), before)
-
-
 def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
     """With equal addresses the copy would be an error, and with different ones the cache would
     never be written."""
@@ -484,25 +472,6 @@ class Place(DeviceStream):
         Place.current.append(self)
         yield
         Place.current.pop()
-
-
-def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], Path]) -> None:
-    directory = staged(3)
-    places = [Place(torch.device("cpu")) for _ in range(3)]
-    manifest = load_manifest(directory)
-    host = fake.host_of(directory)
-    made: list[tuple[Any, Place]] = []
-
-    def make_context(engine: Any) -> Any:
-        made.append((engine, Place.current[-1]))
-        return host.make_context(engine)
-
-    source = embed._HostEngines(manifest, replace(host, make_context=make_context))
-    verify, _ = trt_engine.open_tensorrt(manifest, source, True, places)
-    verify.prepare(verify.new_kv_caches())
-    for engine, place in zip(host.verify, places, strict=True):
-        contexts = [where for which, where in made if which is engine]
-        assert contexts and all(where is place for where in contexts)
 
 
 def test_each_stage_works_in_its_own_stream_and_scratch_memory(

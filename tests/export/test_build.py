@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -23,13 +23,14 @@ from support.command import (
     succeed,
 )
 from support.eagle_heads import deep_head, write_head
+from support.engine_dirs import record
 from support.family_grid import FamilyCase
 from support.killing import kill_command
 from support.tiny_checkpoints import FAMILIES, GEOMETRY
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
-from eesd.common.integrity import file_info, sha256_of
+from eesd.common.integrity import sha256_of
 from eesd.common.manifest import load_manifest
 from eesd.common.weights import weight_bytes
 from eesd.export import build as build_cli
@@ -479,20 +480,11 @@ def test_failed_build_reports_the_builders_error_and_keeps_the_old_plans(copy: P
     model = onnx.load(copy / "draft.onnx", load_external_data=False)
     next(node for node in model.graph.node if node.op_type == "MatMul").op_type = "NoSuchOperator"
     onnx.save(model, copy / "draft.onnx")
-    record_graph(copy)
+    record(copy, "draft.onnx")
     before = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
     result = run(main, copy)
     assert_refused(result, "cannot build", "draft.onnx", "NoSuchOperator")
     assert {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()} == before
-
-
-def record_graph(directory: Path) -> None:
-    """Record the modified draft graph in the manifest."""
-    path = directory / "manifest.json"
-    raw = json.loads(path.read_text())
-    graph = directory / "draft.onnx"
-    raw["files"]["draft.onnx"] = asdict(file_info(graph))
-    path.write_text(json.dumps(raw))
 
 
 def test_too_little_memory_or_disk_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,26 +59,6 @@ def exported(
     return directory
 
 
-def assert_generates_as_transformers(directory: Path, model: Path) -> None:
-    """Plain decoding, chains and trees give the greedy tokens of ``transformers.generate``."""
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prompt = torch.tensor([PROMPT])
-    with torch.no_grad():
-        expected = reference(prompt).logits[0, -1].numpy()
-    tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[
-        0, len(PROMPT) :
-    ].tolist()
-    for speculation in (
-        None,
-        Speculation("fixed:k=3", guard=False),
-        Speculation("fixed:k=3", tree=3, guard=False),
-    ):
-        llm = eesd.load(directory, speculation=speculation, threads=1)
-        with llm.session(PROMPT) as session:
-            assert abs(session.peek() - expected).max() < 1e-4
-        assert llm.generate(PROMPT, max_new_tokens=24).tokens == tokens
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_manifest_describes_the_export(
     exported: Callable[[str], Path], family_dir: FamilyDir, family: str
@@ -313,6 +293,7 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
 def test_engines_of_trained_heads_generate_the_tokens_of_transformers(
     family_dir: FamilyDir, tmp_path: Path, blocks: int, own_lm_head: bool
 ) -> None:
+    """By plain decoding, chains and trees."""
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--check")
@@ -322,7 +303,22 @@ def test_engines_of_trained_heads_generate_the_tokens_of_transformers(
     weights = tensor_locations(graph_of(directory, "draft.onnx"))
     assert ("exit_head.lm_head.weight" in weights) == own_lm_head
     assert ("draft.lm_head.weight" in weights) != own_lm_head
-    assert_generates_as_transformers(directory, model)
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = reference(prompt).logits[0, -1].numpy()
+    tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
+    for speculation in (
+        None,
+        Speculation("fixed:k=3", guard=False),
+        Speculation("fixed:k=3", tree=3, guard=False),
+    ):
+        llm = eesd.load(directory, speculation=speculation, threads=1)
+        with llm.session(PROMPT) as session:
+            assert abs(session.peek() - expected).max() < 1e-4
+        assert llm.generate(PROMPT, max_new_tokens=24).tokens == tokens
 
 
 def test_head_in_the_model_directory_is_the_default(tmp_path: Path) -> None:

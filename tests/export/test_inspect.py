@@ -123,12 +123,6 @@ def test_a_model_that_is_not_there_is_refused_before_imports() -> None:
     assert_one_line(done.stderr, "TYPO is neither a directory")
 
 
-def test_names_that_look_like_markup_are_printed_literally(engine: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "[/red]:smile:"
-    shutil.copytree(engine, directory)
-    assert "[/red]:smile:" in succeed(main, directory).stdout.replace("\n", "")
-
-
 PAGE = Path(__file__).parent.parent.parent / "docs" / "predict.md"
 RANKS = PAGE.parent / "parallel.md"
 LEASE = Path(__file__).parents[2] / "bench/results/lease-h200.jsonl"

@@ -145,28 +145,24 @@ def test_the_package_does_not_import_the_lab() -> None:
     )
 
 
-def test_torch_is_imported_where_it_belongs() -> None:
-    for name, path in modules():
-        if name.partition(".")[0] in TORCH_FREE and path.name not in TORCH_FILES:
+@pytest.mark.parametrize(
+    ("name", "rooms", "allowed"),
+    [
+        ("torch", TORCH_FREE, TORCH_FILES),
+        ("onnx", TORCH_FREE, ONNX_FILES | TORCH_FILES),
+        ("eesd.model", {"runtime"}, MODEL_FILES),
+    ],
+)
+def test_packages_are_imported_where_they_belong(
+    name: str, rooms: set[str], allowed: set[str]
+) -> None:
+    """External packages may be imported inside functions everywhere."""
+    for module, path in modules():
+        if module.partition(".")[0] in rooms and path.name not in allowed:
             assert not any(
-                imported.partition(".")[0] == "torch" and at_load
+                f"{imported}.".startswith(f"{name}.") and (at_load or name == "eesd.model")
                 for imported, at_load in imports(path)
             ), path
-
-
-def test_onnx_is_imported_where_graphs_are_made() -> None:
-    for name, path in modules():
-        if name.partition(".")[0] in TORCH_FREE and path.name not in ONNX_FILES | TORCH_FILES:
-            assert not any(
-                imported.partition(".")[0] == "onnx" and at_load
-                for imported, at_load in imports(path)
-            ), path
-
-
-def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
-    for name, path in modules():
-        if name.startswith("runtime.") and path.name not in MODEL_FILES:
-            assert not any(imported.startswith("eesd.model") for imported, _ in imports(path)), path
 
 
 def test_every_import_of_the_package_is_a_file() -> None:

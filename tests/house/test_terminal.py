@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.command import succeed
+from support.imports import imports, modules
 
 from eesd.common import terminal
 from eesd.export.cli import main as export_main
@@ -16,32 +17,20 @@ from eesd.export.inspect import main as inspect_main
 
 pytestmark = pytest.mark.fast
 
-PACKAGE = Path(__file__).parent.parent.parent / "src" / "eesd"
 TRICKY = "[red]x[/red] [/] [bold :smile: \\[b] 1.5 'eesd[tensorrt]' https://x.y"
 NAME = TRICKY.replace("/", "|")
 """The same text as a file name."""
 
 
 def test_only_one_module_uses_rich_and_colours() -> None:
-    for path in sorted(
-        file for room in PACKAGE.iterdir() if room.is_dir() for file in room.rglob("*.py")
-    ):
+    for _, path in modules():
         if path.name == "terminal.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = (
-                    [node.module or ""]
-                    if isinstance(node, ast.ImportFrom)
-                    else [alias.name for alias in node.names]
-                )
-                assert not any(name.partition(".")[0] == "rich" for name in names), (
-                    f"{path}: use eesd.common.terminal"
-                )
-            if isinstance(node, ast.Attribute):
-                assert node.attr not in ("style", "secho", "progressbar"), (
-                    f"{path}: use eesd.common.terminal"
-                )
+        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        found = {name.partition(".")[0] for name, _ in imports(path)} & {"rich"}
+        found |= used & {"style", "secho", "progressbar"}
+        assert not found, f"{path}: use eesd.common.terminal"
 
 
 def shown(show: Callable[[terminal.Console], None]) -> str:

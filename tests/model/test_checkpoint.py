@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from support.tiny_checkpoints import FAMILIES, GEOMETRY, build
+from support.tiny_checkpoints import FAMILIES, GEOMETRY, build, edit_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -41,12 +41,6 @@ def model_dir(family_dir: FamilyDir, tmp_path: Path) -> Path:
 @pytest.fixture
 def sharded_dir(family_dir: FamilyDir, tmp_path: Path) -> Path:
     return shutil.copytree(family_dir("codellama"), tmp_path / "sharded")
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; a key set to ``...`` is removed."""
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
 
 def edit_tensors(directory: Path, **changes: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.command import add_tokenizer, assert_refused, export_engine, run, slow_but, succeed
 from support.family_grid import SMALL, FamilyCase
 from support.mutants import mutate
+from support.tiny_checkpoints import edit_json
 from support.without_operators import without_operators
 from torch import Tensor
 from torch.nn.functional import silu
@@ -82,11 +83,6 @@ def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
 
-def change_config(model: Path, **changed: Any) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | changed))
-
-
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
     """Joint tensors are what transformers has in memory, and also reads."""
     fused = Path(shutil.copytree(model, tmp_path / "fused"))
@@ -149,7 +145,7 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
 def test_configs_that_do_not_fit_are_refused(
     mixtral: Path, tmp_path: Path, changed: Any, words: tuple[str, ...]
 ) -> None:
-    change_config(mixtral, **changed)
+    edit_json(mixtral / "config.json", **changed)
     assert_refused(
         run(export_main, "--model", mixtral, "--exit-layer", 1, "-o", tmp_path / "plans"), *words
     )
@@ -164,7 +160,7 @@ def test_layers_that_are_none_are_refused(
     models: Callable[[str], Path], tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     model = Path(shutil.copytree(models("qwen3_moe"), tmp_path / "model"))
-    change_config(model, **changed)
+    edit_json(model / "config.json", **changed)
     assert_refused(
         run(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans"),
         next(iter(changed)),
@@ -183,7 +179,7 @@ def test_experts_with_equal_rows_of_the_router_are_refused(mixtral: Path) -> Non
         EESDError, match=r"two experts have equal rows in model\.layers\.1\.mlp\.gate\.weight"
     ):
         Checkpoint(mixtral)
-    change_config(mixtral, num_experts_per_tok=4)  # a token uses all experts
+    edit_json(mixtral / "config.json", num_experts_per_tok=4)  # a token uses all experts
     Checkpoint(mixtral)
 
 

@@ -34,6 +34,7 @@ from support.gguf_files import (
     Spec,
     write_metadata,
 )
+from support.tiny_checkpoints import decoder_logits
 from support.without_operators import float32_activations
 from transformers import (
     AutoConfig,
@@ -64,7 +65,6 @@ from eesd.model.fields import Fields
 from eesd.model.gguf_file import OWN_LEVELS, GgufTensor, read_gguf
 from eesd.model.gguf_special import end_tokens
 from eesd.model.gguf_tokenizer import gguf_tokenizer
-from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 from eesd.model.quantized import dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
@@ -73,6 +73,7 @@ from eesd.runtime.text import TextCodec, TextStream
 from eesd.serve.grammar.fill_in import ends_between
 
 PROMPT = [0, 40, 77, 5, 210, 99, 33]
+PROMPTS = torch.tensor([PROMPT])
 ARCHITECTURES = {
     "llama": Spec("llama"),
     "llama-tied": Spec("llama", tied=True),
@@ -99,16 +100,6 @@ def save(reference: Any, directory: Path) -> Path:
     return directory
 
 
-def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
-    geometry = checkpoint.geometry
-    count = len(tokens)
-    caches = empty_caches(geometry, 1, count)
-    with torch.no_grad():
-        inputs = causal_inputs(geometry, 1, count, count)
-        found: torch.Tensor = load_decoder(checkpoint)(torch.tensor([tokens]), inputs, caches)[0]
-    return found
-
-
 def assert_same_as_transformers(path: Path) -> None:
     """Every weight has the same bits, and equal logits show that the options are the same."""
     checkpoint = Checkpoint(path)
@@ -118,8 +109,8 @@ def assert_same_as_transformers(path: Path) -> None:
         assert torch.equal(parameter, expected[name]), name
     with torch.no_grad():
         torch.testing.assert_close(
-            logits(checkpoint, PROMPT),
-            reference(torch.tensor([PROMPT])).logits,
+            decoder_logits(checkpoint, PROMPTS),
+            reference(PROMPTS).logits,
             rtol=1e-4,
             atol=2e-4,
         )
@@ -155,8 +146,10 @@ OTHER_FAMILIES = {
 def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", OTHER_FAMILIES[name])
     with torch.no_grad():
-        expected = transformers_reads(path)(torch.tensor([PROMPT])).logits
-    torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=2e-4)
+        expected = transformers_reads(path)(PROMPTS).logits
+    torch.testing.assert_close(
+        decoder_logits(Checkpoint(path), PROMPTS), expected, rtol=1e-4, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("experts", ["together", "apart"])
@@ -216,8 +209,10 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
     reference: Any = MixtralForCausalLM(config)
     reference.load_state_dict(state)
     with torch.no_grad():
-        expected = reference.eval()(torch.tensor([PROMPT])).logits
-    torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+        expected = reference.eval()(PROMPTS).logits
+    torch.testing.assert_close(
+        decoder_logits(Checkpoint(path), PROMPTS), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,8 +253,8 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str
             weights = {key.replace(old, new): value for key, value in weights.items()}
     reference.load_state_dict(weights, strict=False)
     with torch.no_grad():
-        expected = reference.eval()(torch.tensor([PROMPT])).logits
-    torch.testing.assert_close(logits(checkpoint, PROMPT), expected, rtol=1e-4, atol=2e-4)
+        expected = reference.eval()(PROMPTS).logits
+    torch.testing.assert_close(decoder_logits(checkpoint, PROMPTS), expected, rtol=1e-4, atol=2e-4)
 
 
 def test_gpt_oss_with_the_levels_of_its_experts(tmp_path: Path) -> None:
@@ -297,8 +292,8 @@ def test_gpt_oss_with_the_levels_of_its_experts(tmp_path: Path) -> None:
     )  # type: ignore[no-untyped-call]
     reference.load_state_dict(_as_gpt_oss(dict(load_decoder(checkpoint).named_parameters())))
     with torch.no_grad():
-        expected = reference.eval()(torch.tensor([PROMPT])).logits
-    torch.testing.assert_close(logits(checkpoint, PROMPT), expected, rtol=1e-4, atol=2e-4)
+        expected = reference.eval()(PROMPTS).logits
+    torch.testing.assert_close(decoder_logits(checkpoint, PROMPTS), expected, rtol=1e-4, atol=2e-4)
 
 
 def _as_gpt_oss(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -652,7 +647,7 @@ def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
     directory = export_engine(path, tmp_path / "plans", "--max-seq-len", 64)
     llm = eesd.load(directory, "ort", threads=1, activations=float32_activations("ort"))
     reference = transformers_reads(path).generate(
-        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None
+        PROMPTS, max_new_tokens=24, do_sample=False, eos_token_id=None
     )
     generated = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     assert list(generated.tokens) == reference[0, len(PROMPT) :].tolist()

@@ -18,7 +18,7 @@ from onnx import TensorProto, load, numpy_helper
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run
 from support.engine_dirs import assert_weights_match_manifest
-from support.tiny_checkpoints import Family, build
+from support.tiny_checkpoints import Family, build, edit_json
 from support.without_operators import float32_activations, needs_operators
 
 import eesd
@@ -401,17 +401,12 @@ def pair_of(plain: Path, parent: Path, scheme: Scheme) -> Pair:
             {"format": "pt"},
         )
     if scheme.file is None:
-        edit_config(paths[0], quantization_config=scheme.config)
+        edit_json(paths[0] / "config.json", quantization_config=scheme.config)
     else:
         (paths[0] / scheme.file).write_text(
             json.dumps({"producer": {"name": "modelopt"}, "quantization": scheme.config})
         )
     return paths[0], paths[1], found
-
-
-def edit_config(directory: Path, **fields: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -594,7 +589,7 @@ def test_other_layouts_are_refused(
     words: tuple[str, ...],
 ) -> None:
     model = copy_of(pairs, tmp_path, name)
-    edit_config(model, quantization_config=SCHEMES[name].config | fields)
+    edit_json(model / "config.json", quantization_config=SCHEMES[name].config | fields)
     result = run(
         export_main,
         "--model",
@@ -670,8 +665,9 @@ def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
     model = copy_of(pairs, tmp_path / "order")
     mixed = copy_of(pairs, tmp_path / "mixed")
     edit_tensors(mixed, **plain)
-    edit_config(
-        mixed, quantization_config=GPTQ | {"dynamic": {"-:.*layers.0.self_attn.q_proj": {}}}
+    edit_json(
+        mixed / "config.json",
+        quantization_config=GPTQ | {"dynamic": {"-:.*layers.0.self_attn.q_proj": {}}},
     )
     index = torch.arange(64, dtype=torch.int32).flip(0) // 32
     edit_tensors(model, g_idx=index)
@@ -705,7 +701,7 @@ def test_symmetric_zeros_of_both_formats_are_told_apart(
 ) -> None:
     """With zeros of 8 under "sym": false, every weight would be off by one scale."""
     model = copy_of(pairs, tmp_path, "gptq-v2-called-gptq")
-    edit_config(model, quantization_config=GPTQ | {"sym": False})
+    edit_json(model / "config.json", quantization_config=GPTQ | {"sym": False})
     with pytest.raises(EESDError, match="set it to true"):
         Checkpoint(model).tensors["model.layers.0.self_attn.q_proj.weight"].read()
 
@@ -760,7 +756,9 @@ def test_quantizing_again_is_refused_and_unknown_fields_are_reported(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
     model = copy_of(pairs, tmp_path)
-    edit_config(model, quantization_config=GPTQ | {"surprise": 1, "damp_percent": 0.1})
+    edit_json(
+        model / "config.json", quantization_config=GPTQ | {"surprise": 1, "damp_percent": 0.1}
+    )
     assert [
         text
         for text in Checkpoint(model).config.notices

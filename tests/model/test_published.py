@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command import slow_but
 from support.family_grid import SMALL
-from support.tiny_checkpoints import randomise
+from support.tiny_checkpoints import decoder_logits, randomise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eesd.common.errors import EESDError
@@ -31,8 +31,6 @@ from eesd.export.predict import GPUS, predict
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.families import FAMILIES
-from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.loading import load_decoder
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data/published_configs.json").read_text()
@@ -222,18 +220,8 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
         0, config["vocab_size"], (1, count), generator=torch.Generator().manual_seed(1)
     )
     expected = model.eval()(ids).logits[0]
-    found = logits_of(checkpoint, ids)
+    found = decoder_logits(checkpoint, ids)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
-
-
-def logits_of(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    geometry = checkpoint.geometry
-    count = ids.shape[1]
-    caches = empty_caches(geometry, 1, count)
-    found: torch.Tensor = load_decoder(checkpoint)(
-        ids, causal_inputs(geometry, 1, count, count), caches
-    )[0][0]
-    return found
 
 
 SIZES = SMALL | {"intermediate_size": 40, "pad_token_id": None}
@@ -309,13 +297,8 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
         assert "the text model alone" in checkpoint.config.notices[-1]
         count = min(40, checkpoint.config.max_positions)
         ids = torch.randint(0, 60, (1, count), generator=torch.Generator().manual_seed(1))
-        geometry = checkpoint.geometry
+        found = decoder_logits(checkpoint, ids)
         with torch.no_grad():
-            found = load_decoder(checkpoint)(
-                ids,
-                causal_inputs(geometry, 1, count, count),
-                empty_caches(geometry, 1, count, geometry.num_layers),
-            )[0]
             expected = model(input_ids=ids).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
 

@@ -1,5 +1,6 @@
 """Tiny random Hugging Face checkpoints, one for each kind of supported model."""
 
+import json
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -8,6 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.loading import load_decoder
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": 97,
@@ -105,3 +110,20 @@ def randomise(model: nn.Module, seed: int) -> None:
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
         else:
             parameter.normal_(0.0, 1.5 / sqrt(parameter.shape[-1]), generator=generator)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; a key set to ``...`` is removed."""
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+@torch.no_grad()
+def decoder_logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of this project's decoder for token ids [1, T]."""
+    geometry = checkpoint.geometry
+    count = ids.shape[1]
+    caches = empty_caches(geometry, 1, count)
+    inputs = causal_inputs(geometry, 1, count, count)
+    logits: torch.Tensor = load_decoder(checkpoint)(ids, inputs, caches)[0]
+    return logits
