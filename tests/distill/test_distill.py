@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import gguf_files
 from support.command import assert_refused, export_engine, run, succeed
-from support.distilling import SMALL, distill, read_losses, read_metrics
+from support.distilling import SMALL, distill, end_at, read_losses, read_metrics
 from support.engine_dirs import edit_manifest
 from support.gguf_files import Spec
 
@@ -178,7 +178,9 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
     """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
     options = ("--steps", 24, "--accumulate", 2, "--deep", "2,3")
     distill(learner, own_rows, tmp_path / "whole", *options)
-    arguments = [
+    command = (
+        "-m",
+        "eesd.distill.cli",
         "--model",
         learner,
         "--exit-layer",
@@ -189,17 +191,8 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
         tmp_path / "killed",
         *SMALL,
         *options,
-    ]
-    command = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step     12  loss"):
-            process.send_signal(signal.SIGKILL)
-            break
-    assert process.wait() == -signal.SIGKILL
+    assert end_at("step     12  loss", signal.SIGKILL, command) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] != ["checkpoint-24"]
     distill(learner, own_rows, tmp_path / "killed", *options)
     assert read_losses(tmp_path / "killed") == read_losses(tmp_path / "whole")
@@ -237,19 +230,9 @@ def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
         *(0, 12, 25, 50)
     ]
     killed = tmp_path / "killed"
-    command = [*arguments, tmp_path / "more-text", "-o", killed]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eesd.distill.cli", *map(str, command)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step     14  loss"):
-            process.send_signal(signal.SIGTERM)
-            break
-    assert process.wait() == 128 + signal.SIGTERM
+    command = (*arguments, tmp_path / "more-text", "-o", killed)
+    code = end_at("step     14  loss", signal.SIGTERM, ("-m", "eesd.distill.cli", *command))
+    assert code == 128 + signal.SIGTERM
     texts = len([*(tmp_path / "more-text").glob("shard-*")])
     assert texts < len([*(tmp_path / "text").glob("shard-*")])
     assert not [*tmp_path.rglob(".*")], "no temporary file, directory or lock is left"
@@ -764,31 +747,23 @@ def test_two_processes_have_the_losses_of_one_process(
         "--steps",
         8,
     ]
-    command = [
-        sys.executable,
+    command = (
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
         "-m",
         "eesd.distill.cli",
-        *map(str, arguments),
+        *arguments,
         "-o",
-        str(tmp_path / "two"),
+        tmp_path / "two",
         "--offline",
-        str(tmp_path / "cache"),
-    ]
-    first = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        tmp_path / "cache",
     )
-    assert first.stdout is not None
-    for line in first.stdout:
-        if line.startswith("step      6  loss"):
-            first.terminate()
-            break
-    first.wait()
+    end_at("step      6  loss", signal.SIGTERM, command)
     assert not (tmp_path / "two" / "checkpoint-8").exists()
-    resumed = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = [sys.executable, *map(str, command)]
+    resumed = subprocess.run(line, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr[-6000:]
     assert (
         resumed.stdout.count("step      8  loss") == 1 and "step      5  loss" not in resumed.stdout

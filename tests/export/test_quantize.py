@@ -26,6 +26,7 @@ from support.engine_dirs import (
     tensor_locations,
     trained_head,
 )
+from support.lossless_checks import check_drafting
 from support.tiny_checkpoints import Family, build
 from support.without_operators import needs_operators, without_operators
 
@@ -313,13 +314,7 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
     assert not own & verify.keys()
     assert_weights_match_manifest(directory)
     for backend in ("ort", "torch"):
-        drafting = eesd.load(directory, backend, speculation=SPECULATIONS[0], threads=1)
-        plain = eesd.load(directory, backend, speculation=None, threads=1)
-        tokens, wanted = (
-            llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
-            for llm in (drafting, plain)
-        )
-        assert tokens == wanted
+        check_drafting(eesd.load(directory, backend, threads=1), SPECULATIONS[0], [PROMPT])
 
 
 def test_the_draft_of_a_large_model_has_4_bits(
@@ -484,13 +479,8 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
         Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd"
     )
     directory = export_engine(model, tmp_path / "plans", "--quantize", kind)
-    plain, drafted = (
-        eesd.load(directory, speculation=speculation) for speculation in (None, SPECULATIONS[0])
-    )
-    reference = eesd.load(directory, "torch", speculation=None)
-    tokens = plain.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
-    assert tokens == drafted.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
-    assert len(reference.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == len(tokens)
+    for backend in ("ort", "torch"):
+        check_drafting(eesd.load(directory, backend, threads=1), SPECULATIONS[0], [PROMPT])
     random = np.random.default_rng(0)
     parts = [
         quantize(random.standard_normal((width, 64), np.float32), kind, "float32")
@@ -676,16 +666,9 @@ def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
 
 def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
     """The logits after the prompt. Drafting changes no token."""
-    plain, drafting = (
-        eesd.load(directory, backend, speculation=one, threads=1) for one in (None, DRAFTING)
-    )
-    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        tokens, wanted = (
-            llm.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens
-            for llm in (drafting, plain)
-        )
-        assert tokens == wanted
-    with plain.session(PROMPT) as session:
+    llm = eesd.load(directory, backend, threads=1)
+    check_drafting(llm, DRAFTING, [PROMPT])
+    with llm.with_speculation(None).session(PROMPT) as session:
         return session.peek().copy()
 
 

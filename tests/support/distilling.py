@@ -1,6 +1,11 @@
 """Runs ``eesd-distill`` with options for a tiny model, and reads its metrics."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +66,21 @@ def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
     return succeed(
         main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options
     )
+
+
+def end_at(line: str, number: signal.Signals, arguments: Sequence[object]) -> int:
+    """Send a signal to a Python program when it prints a line that begins so. Returns its exit
+    code."""
+    with subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        next(found for found in process.stdout if found.startswith(line))
+        process.send_signal(number)
+        return process.wait()
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
