@@ -28,8 +28,8 @@ from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import ChainDrafter, Trace, TracedRequest, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
-from eesd.controllers.calibration import CostAwareTS
 from eesd.controllers.base import Fixed
+from eesd.controllers.calibration import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation, load
 

@@ -137,13 +137,12 @@ def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -
     wrong = spoiled(llm, Speculation("fixed:k=8", guard=False, drafter="exit"), np.nan, speaks=True)
     with wrong.session(PROMPT, max_new_tokens=20, ignore_eos=True) as session:
         session.prefill()
-        engines, session.engines = session.engines, session.engines._replace(verify=Cancelling())  # type: ignore[arg-type]
+        engines = session.engines
+        session.engines = engines._replace(verify=Cancelling())  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             session.step()
-        session.engines, session.drafting = (
-            engines,
-            replace(session.drafting, drafter=None, text=None),
-        )
+        session.engines = engines
+        session.drafting = replace(session.drafting, drafter=None, text=None)
         assert session.peek().argmax() == plain[0]
         while session.finish_reason is None:
             session.step()

@@ -72,7 +72,8 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
     found = []
     for engines in (reference, engines_of(backend, directory)):
         kv_cache = engines.verify.new_kv_caches()[0]
-        verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[arg-type]
+        verify = OnCache(engines.verify, kv_cache)
+        draft = OnCache(engines.draft, kv_cache)  # type: ignore[arg-type]
         tokens = [token % 97 for token in range(3, 40)]
         verify.prefill(tokens[:27], 0)
         logits = [

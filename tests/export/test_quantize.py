@@ -94,7 +94,9 @@ def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
     one sign."""
     weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
     weight *= np.logspace(-8, 2, outputs, dtype=np.float32)[:, None]
-    weight[5], weight[7], weight[8] = 0, np.abs(weight[7]), -np.abs(weight[8])
+    weight[5] = 0
+    weight[7] = np.abs(weight[7])
+    weight[8] = -np.abs(weight[8])
     return rounded(weight, dtype)
 
 

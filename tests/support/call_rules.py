@@ -16,10 +16,8 @@ not repeat."""
 
 def violations(machine: Machine) -> list[str]:
     """Sentences about broken rules in the log."""
-    log, found = (
-        machine.log,
-        [f"{call.name} while work is captured" for call in machine.log if _is_forbidden(call)],
-    )
+    log = machine.log
+    found = [f"{call.name} while work is captured" for call in log if _is_forbidden(call)]
     found += [
         f"{call.name} of a context while another device is current"
         for call in log
@@ -40,8 +38,9 @@ def _is_elsewhere(machine: Machine, call: Call) -> bool:
     device."""
     if call.of < 0 or call.name == "destroy":
         return False
-    stream = machine.streams[call.stream] if call.stream is not None else None
-    return call.device != call.of or (stream is not None and stream.device_index != call.of)
+    if call.stream is not None and machine.streams[call.stream].device_index != call.of:
+        return True
+    return call.device != call.of
 
 
 def _out_of_order(log: Sequence[Call]) -> list[str]:
@@ -52,7 +51,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
     for call in log:
         if call.name == "execute" and call.capturing:
             captured.add(call.subject)
-            found += [] if call.subject in ran else ["execute is captured before the context ran"]
+            if call.subject not in ran:
+                found.append("execute is captured before the context ran")
         elif call.name == "execute":
             ran.add(call.subject)
         elif call.name in CHANGES and call.subject in captured:

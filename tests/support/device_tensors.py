@@ -130,10 +130,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Torch requires that a view has its tensor's class.
             with torch.inference_mode(args[0].is_inference()):
                 return tree_map(lambda view: DeviceTensor(view, index, args[0].block), views)
-        shapes = func(
-            *tree_map(_meta, inner),
-            **(options | {"device": "meta"} if "device" in options else options),
-        )
+        on_meta = {name: "meta" if name == "device" else one for name, one in options.items()}
+        shapes = func(*tree_map(_meta, inner), **on_meta)
         result = tree_map(lambda shape: self.empty(shape, index), shapes)
         if "empty" not in func.name():
             outs = [out.memory for out in tree_flatten(result)[0]]
@@ -156,11 +154,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         target = torch.device(device)
         like = torch.empty(source.shape, dtype=options.get("dtype") or source.dtype, device="meta")
-        result = (
-            torch.empty_like(like, device="cpu")
-            if target.type == "cpu"
-            else self.empty(like, target.index or 0)
-        )
+        result: Tensor
+        if target.type == "cpu":
+            result = torch.empty_like(like, device="cpu")
+        else:
+            result = self.empty(like, target.index or 0)
         self._copy(result, source, non_blocking)
         return result
 
@@ -171,9 +169,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(target, DeviceTensor):
             stream = machine.own.current[target._index]
             out = target.memory
-            host = self._host(
-                stream, source if machine.is_pinned(source) or stream.graph else source.clone()
-            )
+            if not machine.is_pinned(source) and not stream.graph:
+                source = source.clone()
+            host = self._host(stream, source)
             machine.enqueue(stream, lambda: out.copy_(host))
             self._wait(stream, non_blocking)
         else:
@@ -246,8 +244,6 @@ def _inner(one: Any) -> Any:
 
 
 def _meta(one: Any) -> Any:
-    return (
-        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-        if isinstance(one, Tensor)
-        else one
-    )
+    if isinstance(one, Tensor):
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+    return one

@@ -122,7 +122,8 @@ class Graph:
     body: list[tuple[Work, Tensor | None]] = field(default_factory=list)
 
     def replay(self) -> None:
-        machine, stream = self.machine, self.machine.own.current[self.machine.own.device]
+        machine = self.machine
+        stream = machine.own.current[machine.own.device]
         machine.write("replay", stream.cuda_stream, self.number)
         if stream.graph is not None or machine.own.device != self.device:
             raise RuntimeError(
@@ -246,8 +247,11 @@ class Machine:
     # Streams
 
     def new_stream(self, device: Any = None) -> Stream:
-        index = device.index if isinstance(device, torch.device) else device
-        stream = Stream(self, self.own.device if index is None else index, next(self._handles))
+        if isinstance(device, torch.device):
+            device = device.index
+        if device is None:
+            device = self.own.device
+        stream = Stream(self, device, next(self._handles))
         self.streams[stream.cuda_stream] = stream
         return stream
 
@@ -290,8 +294,11 @@ class Machine:
     def step(self, streams: Sequence[Stream] | None = None) -> bool:
         """Do the next piece of work of one of the streams, or of any. Returns whether there was
         one."""
-        streams = [*self.streams.values()] if streams is None else streams
-        found = [stream for stream in streams if stream.queue and stream.queue[0].ready()]
+        found = [
+            stream
+            for stream in streams or self.streams.values()
+            if stream.queue and stream.queue[0].ready()
+        ]
         if not found:
             return False
         with torch.inference_mode():

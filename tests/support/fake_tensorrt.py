@@ -200,9 +200,10 @@ class ICudaEngine(Fake):
         self._contexts: list[IExecutionContext] = []
         self._copied: set[str] = set()
         machine = fake_cuda.installed()
+        self._device = -1
         if machine is not None:
             machine.write("load")
-        self._device = -1 if machine is None else machine.own.device
+            self._device = machine.own.device
 
     def _read(self, path: str) -> None:
         options = ort.SessionOptions()
@@ -220,9 +221,9 @@ class ICudaEngine(Fake):
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         cache = name.removesuffix("_out")
-        return (
-            cache if cache != name and cache in self._inputs and cache not in self._copied else None
-        )
+        if cache != name and cache in self._inputs and cache not in self._copied:
+            return cache
+        return None
 
     def get_tensor_name(self, index: int) -> str:
         return self._names[index]
@@ -240,10 +241,11 @@ class ICudaEngine(Fake):
         return [*zip(batches, self._profiles[profile_index], strict=True)]
 
     def create_execution_context(self, how: Any) -> "IExecutionContext":
-        config = how if isinstance(how, IRuntimeConfig) else None
-        assert (
-            config._strategy if config else how
-        ) is self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        config = None
+        if isinstance(how, IRuntimeConfig):
+            config = how
+            how = config._strategy
+        assert how is self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._contexts.append(self._trt.IExecutionContext(self, config))
         return self._contexts[-1]
 

@@ -91,7 +91,9 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return min(path.parent.glob(f"{path.stem}-*.gguf")) if most else path
+    if most:
+        return min(path.parent.glob(f"{path.stem}-*.gguf"))
+    return path
 
 
 def stored(
@@ -236,20 +238,23 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
     if spec.biases:
         block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
-        without = ("qwen2", "seed_oss")
-        block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture not in without else {}
+        if spec.architecture not in ("qwen2", "seed_oss"):
+            block["attn_output.bias"] = (HIDDEN,)
     table = (len(VOCABULARY), HIDDEN)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": table,
         "output_norm.weight": (HIDDEN,),
     }
-    shapes |= {} if spec.tied else {"output.weight": table}
+    if not spec.tied:
+        shapes["output.weight"] = table
     if spec.architecture in LAYER_NORMS:
         shapes["output_norm.bias"] = (HIDDEN,)
     found = shapes | {
         f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()
     }
-    return _convolving(found) if spec.architecture == "lfm2" else found
+    if spec.architecture == "lfm2":
+        return _convolving(found)
+    return found
 
 
 def _convolving(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

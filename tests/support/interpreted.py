@@ -79,11 +79,9 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
     """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a
     token differs. The first of equal logits must win, and NaN must come before all numbers."""
     logits = (4 * torch.randn((*rows, size))).to(dtype)
-    logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = (
-        0,
-        -0.0,
-        logits.amax() if size % 2 else -torch.inf,
-    )
+    logits[..., 1::5] = 0
+    logits[..., 2::5] = -0.0
+    logits[..., 3::4] = logits.amax() if size % 2 else -torch.inf
     logits[..., torch_fused.PART : 2 * torch_fused.PART] = -torch.inf
     logits[0, -1, -2:] = -1 if count else torch.nan
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[..., : max(count, 1)]

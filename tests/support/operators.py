@@ -83,6 +83,11 @@ def assert_same(found: Floats, expected: Floats, what: object = "") -> None:
     )
 
 
+def or_nothing(values: Floats | None) -> Floats:
+    """An absent input has no elements."""
+    return NOTHING if values is None else values
+
+
 def random_weight(
     random: np.random.Generator,
     form: str,
@@ -104,16 +109,16 @@ def random_weight(
     if form in PLANES_OF:
         fine = minimums = False
     size = 1 << BITS[form]
+    block = 16 if fine else 32
     levels = random.integers(0, size, (inputs, outputs))
     levels[0, 0] = 0
     levels[-1, -1] = size - 1
-    shape = inputs // (16 if fine else 32), outputs
+    shape = inputs // block, outputs
     scales = random.uniform(0.3, 1, shape) / size
     found = -random.uniform(0.2, 0.6, shape)
     if kind == SPLIT:
-        rows = 256 // (16 if fine else 32)
-        scales = split(random, scales, rows)
-        found = split(random, found, rows)
+        scales = split(random, scales, 256 // block)
+        found = split(random, found, 256 // block)
     if kind == NARROW:
         scales = scales.astype(np.float16)
         found = found.astype(np.float16)
@@ -145,11 +150,9 @@ def pack(weight: Weight) -> Packed:
         levels = (weight.levels - weight.zero).astype(np.int8 if weight.zero else np.uint8)
         planes = weight.form in PLANES_OF
         packed = pack_levels(levels, weight.scales, weight.minimums, planes)
-        return (
-            replace(packed, numbers=(UPPER, *packed.numbers[1:]))
-            if weight.form == "upper"
-            else packed
-        )
+        if weight.form == "upper":
+            return replace(packed, numbers=(UPPER, *packed.numbers[1:]))
+        return packed
     if weight.form == "float32":
         return pack_floats(weight.values, FLOAT32)
     if weight.form == "float16":
@@ -187,11 +190,16 @@ class Product:
         )
         self.added = random.normal(0, 1, (MOST, outputs)).astype(np.float32)
 
+    @property
+    def residuals(self) -> Floats | None:
+        """The rows that are added, if any."""
+        return self.added if self.residual else None
+
     def inputs(self) -> list[Input]:
         return [
             ("x", TensorProto.FLOAT),
-            ("norm", NOTHING if self.norm is None else self.norm),
-            ("bias", NOTHING if self.bias is None else self.bias),
+            ("norm", or_nothing(self.norm)),
+            ("bias", or_nothing(self.bias)),
             ("residual", TensorProto.FLOAT),
             *((f"w{i}", pack(part).data) for i, part in enumerate(self.parts)),
         ]
@@ -204,14 +212,20 @@ class Product:
         return one_node(path, "Product", self.inputs(), **self.attributes())
 
     def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
-        residual = self.added[first:last] if self.residual else NOTHING
+        residual = or_nothing(self.residuals)[first:last]
         return run(session, x=self.x[first:last], residual=residual)
 
     def specified(self, int8: bool) -> Floats:
-        residual = self.added if self.residual else None
         with np.errstate(over="ignore"):
             return specification.product(
-                self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.gating
+                self.x,
+                self.parts,
+                int8,
+                self.norm,
+                self.epsilon,
+                self.bias,
+                self.residuals,
+                self.gating,
             )
 
     def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -219,11 +233,9 @@ class Product:
         x = self.x.astype(np.float64)
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
-        rounded = (
-            specification.round_blocks(x.astype(np.float32)).dequantized()
-            if len(x[0]) % BLOCK == 0 and int8
-            else x
-        )
+        rounded = x
+        if len(x[0]) % BLOCK == 0 and int8:
+            rounded = specification.round_blocks(x.astype(np.float32)).dequantized()
         inputs = [rounded if part.values is None else x for part in self.parts]
         each = [
             (own, part.dequantized().astype(np.float64))
@@ -240,7 +252,10 @@ class Product:
             with np.errstate(over="ignore"):
                 y = gated_in_float64(gate, up, self.gating)
                 size = g * u + g + u
-        return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
+        if self.residual:
+            y += self.added
+            size += np.abs(self.added)
+        return y, size
 
 
 def check_product(
@@ -313,11 +328,16 @@ class Mixture:
         self.logits[:, ::2] = np.rint(self.logits[:, ::2])  # some are equal
         self.logits[5] = 1
 
+    @property
+    def residuals(self) -> Floats | None:
+        """The rows that are added, if any."""
+        return self.added if self.residual else None
+
     def inputs(self) -> list[Input]:
         weights = (weight for expert in self.experts for weight in expert)
         return [
             ("x", TensorProto.FLOAT),
-            ("norm", NOTHING if self.norm is None else self.norm),
+            ("norm", or_nothing(self.norm)),
             ("logits", TensorProto.FLOAT),
             ("residual", TensorProto.FLOAT),
             *zip(("inner", "outer"), self.biases or (NOTHING, NOTHING), strict=True),
@@ -343,11 +363,10 @@ class Mixture:
         return one_node(path, "Mixture", self.inputs(), **self.attributes())
 
     def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
-        residual = self.added[first:last] if self.residual else NOTHING
+        residual = or_nothing(self.residuals)[first:last]
         return run(session, x=self.x[first:last], logits=self.logits[first:last], residual=residual)
 
     def specified(self, int8: bool) -> Floats:
-        residual = self.added if self.residual else None
         return specification.mixture(
             self.x,
             self.experts,
@@ -357,7 +376,7 @@ class Mixture:
             int8,
             self.norm,
             self.epsilon,
-            residual,
+            self.residuals,
             self.gating,
             self.biases,
         )
@@ -373,12 +392,15 @@ class Mixture:
         if self.normed:
             shares /= shares.sum(1, keepdims=True)
         y = np.zeros_like(x)
+        no_biases = [np.zeros(len(self.experts))] * 2
         for number, (share, parts) in enumerate(zip(shares.T, self.experts, strict=True)):
             gate, up, down = (part.dequantized().astype(np.float64) for part in parts)
-            inner, outer = (0, 0) if self.biases is None else (one[number] for one in self.biases)
+            inner, outer = (one[number] for one in self.biases or no_biases)
             g, u = np.split(np.concatenate([x @ gate, x @ up], 1) + inner, 2, 1)
             y += share[:, None] * (gated_in_float64(g, u, self.gating) @ down + outer)
-        return y + self.added if self.residual else y
+        if self.residual:
+            y += self.added
+        return y
 
 
 def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]) -> None:
@@ -520,9 +542,9 @@ class Attention:
             ("paths", TensorProto.INT32),
             ("cos", spec.cos if spec.rotates else NOTHING),
             ("sin", spec.sin if spec.rotates else NOTHING),
-            ("q_norm", NOTHING if spec.q_norm is None else spec.q_norm),
-            ("k_norm", NOTHING if spec.k_norm is None else spec.k_norm),
-            ("sinks", NOTHING if spec.sinks is None else spec.sinks),
+            ("q_norm", or_nothing(spec.q_norm)),
+            ("k_norm", or_nothing(spec.k_norm)),
+            ("sinks", or_nothing(spec.sinks)),
         ]
 
     def write(self, path: Path, **changed: int) -> Path:
@@ -589,7 +611,9 @@ class Attention:
                 half = self.head_dim // 2
                 pairs = (x[..., :half] + 1j * x[..., half:]) * angle
                 x = np.concatenate([pairs.real, pairs.imag], -1)
-            return x * norm if norm is not None and self.norms_last else x
+            if norm is not None and self.norms_last:
+                return x * norm
+            return x
 
         found = []
         for node in nodes:
@@ -601,7 +625,8 @@ class Attention:
             keys = keys[:, -self.window :]
             path = path[-self.window :]
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
-            scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
+            if self.cap:
+                scores = self.cap * np.tanh(scores / self.cap)
             if self.hides_first and len(path) > 1:
                 scores[..., 0] = -np.inf
             if self.spec.sinks is not None:
@@ -626,7 +651,9 @@ def tree(
 ) -> tuple[Floats, Array, list[list[int]]]:
     """A call over the nodes from ``first`` on, after a context of all tokens before them, in the
     slots from ``slot`` on."""
-    shift = 0 if slot is None else slot - first
+    shift = 0
+    if slot is not None:
+        shift = slot - first
     own = [
         [node + shift for node in text.paths[node] if node >= first] for node in range(first, last)
     ]

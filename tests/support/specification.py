@@ -133,9 +133,9 @@ class Weight:
     @property
     def read(self) -> Floats:
         """The levels as products read them. For an upper plane: the values of the upper 4 bits."""
-        return (
-            self.levels - self.levels % 16 + 7.5 if self.form == "upper" else self.levels
-        ).astype(np.float32)
+        if self.form == "upper":
+            return (self.levels - self.levels % 16 + 7.5).astype(np.float32)
+        return self.levels.astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +147,9 @@ class Weight:
             return self.values
         block = len(self.levels) // len(self.scales)
         found: Floats = (self.read - np.float32(self.zero)) * np.repeat(self.scales, block, 0)
-        return found if self.minimums is None else found + np.repeat(self.minimums, block, 0)
+        if self.minimums is not None:
+            found += np.repeat(self.minimums, block, 0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,11 @@ def product(
     residual: Floats | None = None,
     gating: int = 0,
 ) -> Floats:
-    x = x if norm is None else normalize(x, norm, epsilon)
+    if norm is not None:
+        x = normalize(x, norm, epsilon)
     y = np.concatenate([multiply(x, part, int8) for part in parts], 1)
-    y = y if bias is None else y + bias
+    if bias is not None:
+        y = y + bias
     if gating:
         gate, up = np.split(y, 2, 1)
         inner = gate
@@ -299,11 +303,9 @@ class Heads:
     def cached(self, x: Floats) -> Floats:
         """Keys or values rounded as in a cache of floats."""
         limit = np.float32(65504)
-        return (
-            x
-            if self.dtype == "float32"
-            else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
-        )
+        if self.dtype == "float32":
+            return x
+        return np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
 
     def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
         """Queries, keys and values [T, heads, D] of qkv."""
@@ -325,7 +327,9 @@ class Heads:
             first = x[..., :half]
             second = x[..., half:]
             x = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-        return x if norm is None or not self.norms_last else normalize(x, norm, self.epsilon)
+        if norm is not None and self.norms_last:
+            return normalize(x, norm, self.epsilon)
+        return x
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
         """Attention of a token's rotated queries [heads, D] to keys and values [KV, positions, D]
@@ -352,7 +356,9 @@ class Heads:
             cap = np.float32(self.cap)
             scores = cap - (cap + cap) / (exponential((scores + scores) / cap) + np.float32(1))
         total: list[Floats] = []
-        first = max(0, seen - self.window) if self.window else int(self.hides_first and seen > 1)
+        first = int(self.hides_first and seen > 1)
+        if self.window:
+            first = max(0, seen - self.window)
         for start in range(0, seen, CHUNK):
             if start + CHUNK <= first:
                 continue
