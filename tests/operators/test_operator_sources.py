@@ -571,10 +571,10 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "if (after[which] < 0) after[which] = 0;",
         check_delta,
     ),
-    "a draft changes the committed state": (
+    "a state after another slot": (
         "operators.cpp",
-        "run.target = 1 - (keeps_ ? run.source : committed);",
-        "run.target = keeps_ ? 1 - run.source : committed;",
+        "if (chain) header->after[target] = slot + count;",
+        "if (chain) header->after[target] = slot + count - 1;",
         check_delta,
     ),
     "a tree without its path": (

@@ -437,9 +437,8 @@ def _qwen2_moe(rng: random.Random, sizes: Options) -> Options:
 
 def _qwen3_5(rng: random.Random, sizes: Options) -> Options:
     layers = sizes["num_hidden_layers"]
-    kinds = ["linear_attention", *rng.choices(("linear_attention", "full_attention"), k=layers - 1)]
-    attends = rng.randrange(1, layers)
-    kinds[attends] = "full_attention"
+    attends = rng.sample(range(layers), rng.randint(2, max(2, layers - 1)))
+    kinds = [f"{'full' if one in attends else 'linear'}_attention" for one in range(layers)]
     keys, values = rng.choice(((1, 1), (2, 2), (1, 3), (2, 4), (3, 3)))
     size = rng.choice((8, 16))
     part = rng.choice((1.0, 0.25, 0.5))
