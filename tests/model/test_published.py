@@ -234,6 +234,26 @@ VISION = {
     "patch_size": 14,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"sliding_window": 9}),
     "mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
@@ -244,7 +264,10 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"original_max_position_embeddings": 24},
         },
     ),
+    "qwen3_5": ("qwen3_5", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe", DELTA | EXPERTS),
 }
+OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual.")
 PREFIXES = {
     "published": ("language_model.model.", "language_model.lm_head.", ""),
     "transformers 5": ("model.language_model.", "lm_head.", "model."),
@@ -262,6 +285,12 @@ def write_images(directory: Path, name: str, tied: bool) -> Any:
     }
     if model_type == "gemma3":
         options["mm_tokens_per_image"] = 4
+    if model_type.startswith("qwen3_5"):
+        own_vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+        options["vision_config"] = VISION | own_vision | {"num_position_embeddings": 16}
+        special = ("image_token_id", "video_token_id", "vision_start_token_id")
+        options |= dict(zip((*special, "vision_end_token_id"), range(56, 60), strict=True))
+        options["text_config"] = SIZES | own | {"tie_word_embeddings": tied}
     model: Any = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(model_type, **options), dtype=torch.float32
     )  # type: ignore[no-untyped-call]
@@ -271,7 +300,14 @@ def write_images(directory: Path, name: str, tied: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("gemma3", True), ("mistral", False), ("ministral3", True)]
+    ("name", "tied"),
+    [
+        ("gemma3", True),
+        ("mistral", False),
+        ("ministral3", True),
+        ("qwen3_5", True),
+        ("qwen3_5_moe", False),
+    ],
 )
 def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, tied: bool) -> None:
     """With tensor names of both layouts, and with only the differences from the defaults in
@@ -286,7 +322,7 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
     for layer, head, other in PREFIXES.values():
         named = {}
         for key, values in stored.items():
-            if "vision_tower" in key or "multi_modal_projector" in key:
+            if any(part in key for part in OTHER_PARTS):
                 named[other + key.removeprefix("model.")] = values
             elif "lm_head." in key:
                 named[head + key.rpartition("lm_head.")[2]] = values
@@ -296,7 +332,7 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
         checkpoint = Checkpoint(tmp_path)
         assert "the text model alone" in checkpoint.config.notices[-1]
         count = min(40, checkpoint.config.max_positions)
-        ids = torch.randint(0, 60, (1, count), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, 56, (1, count), generator=torch.Generator().manual_seed(1))
         found = decoder_logits(checkpoint, ids)
         with torch.no_grad():
             expected = model(input_ids=ids).logits
