@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eesd.common.architecture import block
+from eesd.common.architecture import after_layers
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED
 from eesd.distill.teacher import wide_logits
@@ -179,9 +179,8 @@ class _TorchRows:
     def _normed(self, ids: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
         """Inputs of the LM head [B, n, hidden] for ids [B, n]. Updates the caches in place."""
         o = self._decoder.operations(inputs, caches)
-        x = o.embed(ids.to(self._weight.device))
-        for index in range(o.model.geometry.num_layers):
-            x = block(o, o.model.layer(index), x)
+        layers = o.model.geometry.num_layers
+        x = after_layers(o, o.model, ids.to(self._weight.device), layers)
         return o.norm(x, o.model.final_norm)
 
 

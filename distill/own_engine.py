@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eesd.common.architecture import Model
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MAX_SLOTS, Manifest, load_manifest
 from eesd.common.quantization import DTYPES, Quantizations
@@ -163,7 +164,8 @@ class EngineTeacher:
         self._top_k = min(top_k, checkpoint.geometry.vocab_size)
         packed, manifest = own_engine(checkpoint, directory, slots)
         [verify] = manifest.verify
-        _add_states(packed / verify.file, packed / READING, self.layers)
+        described = Model(manifest.geometry, manifest.exit_head)
+        _add_states(packed / verify.file, packed / READING, described, self.layers)
         self._session = make_session(packed / READING, threads, int8_activations=True)
         self._kv_cache = CpuKVCache(manifest)
 
@@ -210,15 +212,16 @@ class EngineTeacher:
         return [state.to(self._dtype) for state in states], *top_tokens(logits, self._top_k)
 
 
-def _add_states(graph: Path, output: Path, layers: Sequence[int]) -> None:
+def _add_states(graph: Path, output: Path, of: Model, layers: Sequence[int]) -> None:
     """Write, beside the weights of a graph, a copy that also returns the states after some
-    layers."""
+    layers of the model."""
     import onnx
 
     model = read_graph(graph)
     for layer in layers:
-        name = f"model.layers.{layer - 1}.out"
         model.graph.output.append(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None])
+            onnx.helper.make_tensor_value_info(
+                of.layer(layer - 1).output, onnx.TensorProto.FLOAT, [None, None]
+            )
         )
     output.write_bytes(model.SerializeToString())

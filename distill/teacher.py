@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from eesd.common.architecture import block
+from eesd.common.architecture import base_layers
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
@@ -152,8 +152,8 @@ def full_sequence_inputs(
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share the caches of one layer: a pass over whole sequences reads only what the same
-    layer just wrote.
+    All layers share the caches of one layer, unless they read those of other layers: a pass over
+    whole sequences reads only what the same layer just wrote.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -178,17 +178,17 @@ class Teacher(nn.Module):
         geometry = self.decoder.geometry
         dtype = storage_dtype(self.precision)
         most = max(len(geometry.caches_of(layer)) for layer in range(geometry.num_layers))
+        if geometry.shared_from:
+            most = geometry.num_caches
         inputs, caches = full_sequence_inputs(
             geometry, ids.shape[0], ids.shape[1], most, dtype, ids.device
         )
         o = self.decoder.operations(inputs, caches * geometry.num_caches)
         hidden = {}
         with autocast(self.precision, ids.device):
-            x = o.embed(ids)
-            for index in range(geometry.num_layers):
-                x = block(o, o.model.layer(index), x)
-                if index + 1 in self.layers:
-                    hidden[index + 1] = x.to(dtype)
+            for index, x in base_layers(o, o.model, ids, range(geometry.num_layers)):
+                if index in self.layers:
+                    hidden[index] = x.to(dtype)
             x = o.norm(x, o.model.final_norm)
         # Outside the autocast: rounded logits would change the label where two tokens are almost
         # equally likely.

@@ -61,6 +61,11 @@ def split_layers(
             f"{', '.join(map(str, exit_config.read_layers))}, which another device would "
             "have; give a head without deep layers."
         )
+    if stages > 1 and not geometry.has_stages:
+        raise EESDError(
+            f"--stages {stages} cannot be used with {geometry.architecture}: its layers share keys "
+            "and values, or read the tokens; leave --stages out."
+        )
     if stages > 1 and exit_config.is_whole(geometry):
         raise EESDError(
             f"--stages {stages} cannot be used with --exit-head quantized, whose draft runs "

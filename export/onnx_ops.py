@@ -25,7 +25,6 @@ from eesd.common.architecture import (
     DELTA_EPS,
     DELTA_NORM,
     DELTA_TAPS,
-    EMBEDDING,
     SINKS,
     TAPS,
     XIELU,
@@ -34,6 +33,7 @@ from eesd.common.architecture import (
     Mixture,
     Model,
     Norm,
+    Table,
 )
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
@@ -223,21 +223,34 @@ class OnnxOperations:
 
     # --- operations
 
-    def embed(self, ids: str) -> str:
-        weight = self._weight(f"{EMBEDDING}.weight")
+    def embed(self, ids: str, table: Table) -> str:
+        weight = self._weight(f"{table.name}.weight")
         parts = {tensor.removeprefix(weight.name): tensor for tensor in _tensors(weight)}
         rows = {suffix: self.node("Gather", [part, ids]) for suffix, part in parts.items()}
         x = rows[""]
         if weight.quantization is not None:
             x = self._dequantized(rows, weight, (0, 0, weight.shape[1]), 2)
-        scale = self.geometry.embedding_scale
-        if scale == 1:
+        if table.scale == 1:
             return x
         wide = self._cast(x, self.dtype, "float32")
-        scaled = self.node("Mul", [wide, self.constant(scale, "float32")])
+        scaled = self.node("Mul", [wide, self.constant(table.scale, "float32")])
         return self._cast(scaled, "float32", self.dtype)
 
+    def weight(self, module: str, size: int) -> str:
+        return self._weight(f"{module}.weight").name
+
+    def multiply(self, x: str, y: str, name: str) -> str:
+        return self.node("Mul", [x, y])
+
     def norm(self, x: str, norm: Norm) -> str:
+        if norm.groups > 1:
+            apart = self._reshape(x, [0, 0, norm.groups, -1])
+            return self._reshape(self.norm(apart, norm._replace(groups=1)), [0, 0, -1])
+        if norm.bare:
+            wide = self._cast(x, self.dtype, "float32")
+            given = [wide, self.constant([1.0] * norm.bare, "float32")]
+            normed = self.node("RMSNormalization", given, axis=-1, epsilon=norm.eps, stash_type=1)
+            return self._cast(normed, "float32", self.dtype)
         weight = self._weight(f"{norm.name}.weight")
         x = self._cast(x, self.dtype, weight.dtype)
         attributes: dict[str, Any] = {"axis": -1, "epsilon": norm.eps, "stash_type": 1}
@@ -330,11 +343,13 @@ class OnnxOperations:
         An expert's inputs are 0 for tokens that do not use it. So its outputs are 0, and never
         exceed the range of the type.
         """
+        routed = self.norm(x, mixture.router_norm) if mixture.router_norm else ""
         if norm:
             x = self.norm(x, norm)
-        weights = self._shares(x, block, mixture.router)
+        weights = self._shares(routed or x, block, mixture)
         zero = self.constant(0.0, self.dtype)
-        uses = self.node("Cast", [self.node("Greater", [weights, zero])], to=onnx_type(self.dtype))
+        sizes = self.node("Abs", [weights]) if mixture.scales else weights
+        uses = self.node("Cast", [self.node("Greater", [sizes, zero])], to=onnx_type(self.dtype))
         ones = [1] * len(mixture.experts)
         columns = zip(self._split(uses, ones, -1), self._split(weights, ones, -1), strict=True)
         total = ""
@@ -347,16 +362,19 @@ class OnnxOperations:
             total = self.node("Add", [total, added]) if total else added
         return self.add(residual, total, name)
 
-    def _shares(self, x: str, block: Block, router: Linear) -> str:
+    def _shares(self, x: str, block: Block, mixture: Mixture) -> str:
         """The weights of the experts [B, n, E]; 0 for an expert that a token does not use."""
         experts = block.geometry.experts
         assert experts is not None
-        scores = self._cast(self._linear(x, [router]), self.dtype, "float32")
+        scores = self._cast(self._linear(x, [mixture.router]), self.dtype, "float32")
         shares = self.node("Softmax", [scores], axis=-1)
         best, indices = self.nodes_of("TopK", [shares, self.constant([experts.used])], 2, axis=-1)
         if experts.normed:
             total = self.node("ReduceSum", [best, self.constant([-1])], keepdims=1)
             best = self.node("Div", [best, total])
+        if mixture.scales:
+            factors = self._cast(self.weight(mixture.scales, experts.count), self.dtype, "float32")
+            best = self.node("Mul", [best, self.node("Gather", [factors, indices])])
         shape = self.node("Shape", [shares])
         none = self.node("Expand", [self.constant(0.0, "float32"), shape])
         found = self.node("ScatterElements", [none, indices, best], axis=-1)
@@ -384,19 +402,55 @@ class OnnxOperations:
         kv_heads = geometry.num_kv_heads
         size = geometry.head_dim
         heads = self._heads_apart(qkv, size)
-        counts = [geometry.num_heads, kv_heads, kv_heads] if attends else [kv_heads, kv_heads]
-        *queries, keys, values = self._split(heads, counts, 1)
-        turned = [self._turned(q, block, "self_attn.q_norm") for q in queries]
-        keys = self._write(f"key_{block.cache}", self._turned(keys, block, "self_attn.k_norm"))
-        values = self._write(f"value_{block.cache}", values)
+        counts = [geometry.num_heads] * attends + [kv_heads, kv_heads] * block.writes
+        parts = self._split(heads, counts, 1)
+        if block.writes:
+            keys = self._as_cached(self._turned(parts[-2], block, "self_attn.k_norm"), block)
+            self._write(f"key_{block.cache}", keys)
+            self._write(f"value_{block.cache}", self._as_cached(parts[-1], block))
         if not attends:
             return ""
+        q = self._turned(parts[0], block, "self_attn.q_norm")
+        written = (f"{part}_{block.cache}_out" for part in ("key", "value"))
+        keys, values = (self._as_heads(cache, block) for cache in written)
         mask = self._mask(block)
         if geometry.sinks:
-            attended = self._attended_with_sinks(turned[0], keys, values, mask, block)
+            attended = self._attended_with_sinks(q, keys, values, mask, block)
         else:
-            attended = self._attended(turned[0], keys, values, mask, geometry)
+            attended = self._attended(q, keys, values, mask, geometry)
         return self._heads_joined(attended, geometry.num_heads * size)
+
+    def _units(self, block: Block) -> int:
+        """The number of a cache's heads that one head of a block takes."""
+        return block.geometry.head_dim // self.geometry.head_dim
+
+    def _as_cached(self, x: str, block: Block) -> str:
+        """Keys or values [B, heads, n, D] of a block, in the shape of the caches."""
+        heads = block.geometry.num_kv_heads
+        units = self._units(block)
+        if units > 1:
+            apart = self._reshape(x, [0, heads, -1, units, self.geometry.head_dim])
+            apart = self.node("Transpose", [apart], perm=[0, 1, 3, 2, 4])
+            x = self._reshape(apart, [0, heads * units, -1, self.geometry.head_dim])
+        spare = self.geometry.num_kv_heads - heads * units
+        return self.node("Pad", [x, self.constant([0] * 5 + [spare, 0, 0])]) if spare else x
+
+    def _as_heads(self, cache: str, block: Block) -> str:
+        """Keys or values of a cache as [B, heads, S, D] of a block."""
+        key = f"{cache} of {block.kind}"
+        if key in self._made:
+            return self._made[key]
+        heads = block.geometry.num_kv_heads
+        units = self._units(block)
+        found = cache
+        if heads * units < self.geometry.num_kv_heads:
+            found = self._slice(cache, 0, heads * units, 1)
+        if units > 1:
+            found = self._reshape(found, [0, heads, units, -1, self.geometry.head_dim])
+            found = self.node("Transpose", [found], perm=[0, 1, 3, 2, 4])
+            found = self._reshape(found, [0, heads, -1, block.geometry.head_dim])
+        self._made[key] = found
+        return found
 
     def _attended_with_sinks(self, q: str, keys: str, values: str, mask: str, block: Block) -> str:
         """Attention [B, H, n, D] whose softmax has one more score for each head, its sink.
@@ -452,7 +506,7 @@ class OnnxOperations:
         """The rotary tables of a block, rounded from float32."""
         geometry = block.geometry
         half = geometry.head_dim // 2
-        columns = geometry.rotary_columns
+        columns = geometry.rotary_columns if block.eagle else self.geometry.rotary_columns
         local = block.kind == SLIDING and geometry.local_theta > 0
         names = HEAD_TABLES if block.eagle else ROTARY_TABLES
         return [self._table(name, half, columns, local) for name in names]
@@ -463,7 +517,8 @@ class OnnxOperations:
             weight = self._weight(name, (self.slots, columns))
             value = self._cast(weight.name, "float32", self.dtype)
             if columns > half:
-                value = self._slice(value, half * local, half * (1 + local), 1)
+                start = columns - half if local else 0
+                value = self._slice(value, start, start + half, 1)
             self._made[key] = value
         return self._made[key]
 
@@ -525,7 +580,7 @@ class OnnxOperations:
         kind = "eagle" if block.eagle else block.kind
         make = {"eagle": self._own_mask, SLIDING: self._near_mask}.get(kind)
         group = geometry.num_heads // geometry.num_kv_heads
-        key = f"mask {kind if make else 'all'}"
+        key = f"mask {kind if make else 'all'} {group}"
         if key not in self._made:
             mask = make() if make else "attn_mask"
             self._made[key] = self._repeated(mask, group) if self._folded(geometry) else mask

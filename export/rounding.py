@@ -70,6 +70,11 @@ def rounded_on(
     passes = [
         found for draft in (False, True) if (found := _to_round(checkpoint, layers, options, draft))
     ]
+    if not checkpoint.geometry.has_stages:
+        raise EESDError(
+            f"--round-on cannot be used with {checkpoint.geometry.architecture}, whose layers "
+            "share keys and values, or read the tokens; leave it out."
+        )
     if options.link_weights or not passes:
         raise EESDError(
             "--round-on is for weights that are rounded to 4 bits and not linked; give "
@@ -207,7 +212,8 @@ def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> l
     """The embeddings of token ids, in float32."""
     shape = model_shapes(checkpoint.geometry)[EMBEDDINGS]
     table = _modules(checkpoint, {EMBEDDINGS: shape})
-    return [TorchOperations(model, table.get_submodule).embed(part).float() for part in rows]
+    o = TorchOperations(model, table.get_submodule)
+    return [o.embed(part, model.embeddings).float() for part in rows]
 
 
 def _round_block(

@@ -27,7 +27,7 @@ from eesd.model.arrays import Array, equal
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.exit_head_file import WEIGHTS_FILE
 from eesd.model.experts import check_routers
-from eesd.model.family import Tensors, divided, halves_apart
+from eesd.model.family import ConfigTensor, Tensors, divided, halves_apart
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
@@ -236,7 +236,8 @@ def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Ten
     if is_gguf and family.gguf is not None:
         make = family.gguf.tensors or make
         interleaved = family.gguf.interleaved
-    return divided(halves_apart(make(stored, geometry), geometry, interleaved), config.divided)
+    made = divided(halves_apart(make(stored, geometry), geometry, interleaved), config.divided)
+    return made | {name: ConfigTensor(name, values) for name, values in config.values.items()}
 
 
 def _check_biases(biases: Iterable[CheckpointTensor]) -> None:

@@ -13,6 +13,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE, MOST_LAYERS, Geometry
 from eesd.common.json_input import read_json_object
 from eesd.common.manifest import SamplingDefaults
+from eesd.model.arrays import Array
 from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Sizes
 from eesd.model.fields import Fields
@@ -104,6 +105,7 @@ class ModelConfig:
         notices: Sentences about ignored fields. The export shows them.
         packing: Storage of quantized weights; None if there are none.
         divided: Divisors of tensors, applied when they are read, by the tensors' names.
+        values: Values of tensors that are not stored, by the tensors' names.
         whole: Class of the multi-part model whose text model this is; empty for a text model.
         sampling: Sampling options of ``generation_config.json`` or, without that file, of
             ``config.json``.
@@ -118,6 +120,7 @@ class ModelConfig:
     notices: tuple[str, ...] = ()
     packing: Packing | None = None
     divided: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, Array] = field(default_factory=dict)
     whole: str = ""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
@@ -215,6 +218,8 @@ def _family(fields: Fields) -> Family:
 
 def _read(fields: Fields, family: Family) -> ModelConfig:
     for name, reason in REFUSED.items():
+        if name == "per_layer_config" and family.by_layer:
+            continue
         if fields.take(name, None) is not None:
             raise ValueError(f"it has the field {name}: {reason}")
     quantized = fields.take("quantization_config", None)
@@ -260,6 +265,7 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
         ),
         packing=packing,
         divided=own.divided,
+        values=own.values,
     )
 
 

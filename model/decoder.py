@@ -14,6 +14,7 @@ from torch.nn.functional import layer_norm
 
 from eesd.common.architecture import (
     EMBEDDING,
+    INPUTS,
     Model,
     Norm,
     attend_in_head,
@@ -53,6 +54,9 @@ class Normalization(nn.Module):
 
     def forward(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalize x."""
+        if norm.groups > 1:
+            apart = x.reshape(*x.shape[:-1], norm.groups, -1)
+            return self.forward(apart, norm._replace(groups=1)).flatten(-2)
         wide = x.float()
         if norm.centred:
             return layer_norm(wide, x.shape[-1:], self.weight.float(), self._bias(), norm.eps).to(
@@ -87,7 +91,7 @@ def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
         return Normalization(shape[0], wide, f"{name}.bias" in shapes)
     if len(shape) == 3:
         return nn.Conv1d(shape[0], shape[0], shape[2], groups=shape[0], bias=False)
-    if name == EMBEDDING:
+    if name in (EMBEDDING, INPUTS):
         return nn.Embedding(shape[0], shape[1])
     return nn.Linear(shape[1], shape[0], bias=f"{name}.bias" in shapes)
 

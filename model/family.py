@@ -50,7 +50,40 @@ class ChangedTensor:
         return self.read().reshape(-1)[:FINGERPRINTED].tobytes()[:FINGERPRINTED]
 
 
-StoredTensor = CheckpointTensor | PackedTensor | GgufTensor | ChangedTensor
+@dataclass(frozen=True)
+class ConfigTensor:
+    """A tensor whose values the config has.
+
+    Attributes:
+        name: Its name.
+        values: Its values, float32.
+    """
+
+    name: str
+    values: Array
+
+    dtype = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.values.nbytes
+
+    def read(self) -> Array:
+        """Its values."""
+        return self.values
+
+    def head(self) -> bytes:
+        """The first kilobyte, for the fingerprint."""
+        return self.values.tobytes()[:FINGERPRINTED]
+
+
+StoredTensor = CheckpointTensor | PackedTensor | GgufTensor | ChangedTensor | ConfigTensor
 Tensors = dict[str, StoredTensor]
 """The tensors of a checkpoint by name."""
 
@@ -64,12 +97,14 @@ class Own(NamedTuple):
             for no limit.
         notices: Sentences for the user of the checkpoint.
         divided: Divisors of tensors, applied when they are read, by the tensors' names.
+        values: Values of tensors that are not stored, by the tensors' names.
     """
 
     parts: Mapping[str, Any] = {}
     positions: int | None = None
     notices: tuple[str, ...] = ()
     divided: Mapping[str, float] = {}
+    values: Mapping[str, Array] = {}
 
 
 class Sizes(NamedTuple):
@@ -151,6 +186,7 @@ class Family:
         tensors: Converts stored tensors to the decoder's.
         gguf: Storage in GGUF files; None if not supported, or stored as another family.
         published: Class name in configs with custom code, if it differs.
+        by_layer: Whether it reads ``per_layer_config``, which other families refuse.
     """
 
     model_type: str
@@ -176,6 +212,7 @@ class Family:
     tensors: Callable[[Tensors, Geometry], Tensors] = as_stored
     gguf: Gguf | None = None
     published: str = ""
+    by_layer: bool = False
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -210,7 +247,7 @@ def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str
     }
 
 
-def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
+def ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
     """``rope_parameters`` of a family that has them for each kind of layer."""
     found = fields.take("rope_parameters", None)
     if found is not None and not (
@@ -232,7 +269,7 @@ def full_rope(fields: Fields, theta: float) -> Fields:
 
     ``theta`` is the default base.
     """
-    full = _ropes_by_kind(fields)["full_attention"]
+    full = ropes_by_kind(fields)["full_attention"]
     scaling = fields.take("rope_scaling", None)
     if not isinstance(scaling, dict | None):
         raise ValueError(f"rope_scaling is {shown(scaling)}, and must be an object")
@@ -250,7 +287,7 @@ def full_rope(fields: Fields, theta: float) -> Fields:
 def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:
     """Part of the geometry for the rotary base of layers with a window, if there are any. ``theta``
     is the default."""
-    local = Fields({"rope_theta": theta} | _ropes_by_kind(fields)["sliding_attention"])
+    local = Fields({"rope_theta": theta} | ropes_by_kind(fields)["sliding_attention"])
     kind = local.take("rope_type", local.take("type", "default"))
     if not kinds:
         return {}
@@ -364,6 +401,9 @@ def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Ten
     """
     half = geometry.head_dim // 2
     rotated = geometry.rotated or half
+    scaling = geometry.rope_scaling
+    if scaling is not None and scaling.kind == "proportional":  # turns halves of whole heads
+        rotated = half
     if rotated == half and not interleaved:
         return tensors
     still = np.arange(2 * rotated, geometry.head_dim)

@@ -2,10 +2,11 @@
 can have a head. Needs no torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from eesd.common.architecture import Block
+from eesd.common.architecture import Model
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, head_fault
 from eesd.common.quantization import LM_HEAD, Shape
@@ -54,11 +55,11 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
         names[LM_HEAD] = (lm_head_name(geometry),)
     for index, layer in enumerate(geometry.head_layers(exit_config.blocks)):
         experts = geometry.of_layer(layer).experts
-        for name in _block_shapes(geometry, exit_config):
+        for name in _block_shapes(geometry, exit_config, index):
             parts = [name]
             if geometry.parallel:  # one norm for attention and MLP
                 parts = [name.replace("post_attention_layernorm", "input_layernorm")]
-            if experts is not None and name.startswith("mlp."):
+            if experts is not None and not experts.beside and name.startswith("mlp."):
                 count = min(experts.count, -(-geometry.intermediate_size // experts.size))
                 parts = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(count)]
             names[f"blocks.{index}.{name}"] = tuple(
@@ -67,9 +68,9 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     return names
 
 
-def _block_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
+def _block_shapes(geometry: Geometry, exit_config: ExitConfig, index: int) -> dict[str, Shape]:
     """Name and shape of every weight of a block of the head."""
-    return block_weights(Block(geometry.of_head, "", 0, mlp=exit_config.mlp))
+    return block_weights(replace(Model(geometry, exit_config).exit_block(index), prefix=""))
 
 
 def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: ExitConfig) -> Array:
@@ -78,8 +79,9 @@ def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: E
     Experts stand side by side, as if a token used all of them with the same weight. A narrower MLP
     takes their first rows. Missing rows are 0, which adds nothing.
     """
-    block = _block_shapes(geometry, exit_config)
-    shape = block.get(name.partition(".")[2].partition(".")[2])
+    _, _, of_block = name.partition("blocks.")
+    index, _, within = of_block.partition(".")
+    shape = _block_shapes(geometry, exit_config, int(index)).get(within) if within else None
     if shape is None or (len(parts) == 1 and parts[0].shape == shape):
         return parts[0]
     inner = name.endswith("down_proj.weight")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.geometry import Geometry, RopeScaling
+from eesd.common.geometry import FULL, SLIDING, Geometry, RopeScaling
 
 Floats = NDArray[np.float32]
 
@@ -19,12 +19,13 @@ Floats = NDArray[np.float32]
 @np.errstate(all="ignore")  # the base can be any number
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
     """Compute cos and sin [length, D/2] in float32 with the geometry's scaling; [length, D] with a
-    local base.
+    local base: columns of full layers, then those of sliding ones.
 
     Values of a head that are not rotated have the angle 0.
     """
-    rates, factor = _scaled_frequencies(geometry)
-    angles = np.zeros((length, geometry.head_dim // 2), np.float32)
+    full = geometry.of_kind(FULL)
+    rates, factor = _scaled_frequencies(full)
+    angles = np.zeros((length, full.head_dim // 2), np.float32)
     np.multiply(np.arange(length, dtype=np.float32)[:, None], rates, out=angles[:, : len(rates)])
     cos = np.empty_like(angles)
     sin = np.empty_like(angles)
@@ -32,8 +33,9 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
         function(angles, out=table, dtype=np.float64, casting="same_kind")
         table[:, : len(rates)] *= factor
     if geometry.local_theta:
+        own = geometry.of_kind(SLIDING)
         local = rotary_tables(
-            replace(geometry, rope_theta=geometry.local_theta, rope_scaling=None, local_theta=0.0),
+            replace(own, rope_theta=geometry.local_theta, rope_scaling=None, local_theta=0.0),
             length,
         )
         return np.concatenate((cos, local[0]), 1), np.concatenate((sin, local[1]), 1)
@@ -59,7 +61,9 @@ def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
     found = frequencies(geometry.rope_theta, size)
     if scaling is None:
         return found, 1.0
-    if scaling.kind == "linear":
+    if scaling.kind == "proportional":
+        found = frequencies(geometry.rope_theta, geometry.head_dim)[: size // 2] / scaling.factor
+    elif scaling.kind == "linear":
         found = found / scaling.factor
     elif scaling.kind == "llama3":
         found = llama3_frequencies(found, scaling)

@@ -32,8 +32,16 @@ _GEMMA3 = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
+_GEMMA4 = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 WHOLES = {
     "gemma3": Whole("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3),
+    "gemma4": Whole("Gemma4ForConditionalGeneration", ("gemma4_text",), _GEMMA4),
     "mistral3": Whole("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), {}),
     "qwen3_5": Whole("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}, tied=False),
     "qwen3_5_moe": Whole(

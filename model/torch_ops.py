@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, pad, relu, scaled_dot_product_attention, silu, softplus
+from torch.nn.functional import (
+    gelu,
+    pad,
+    relu,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
+    softplus,
+)
 
 from eesd.common.architecture import (
     CLAMP,
@@ -24,7 +32,6 @@ from eesd.common.architecture import (
     DELTA_EPS,
     DELTA_NORM,
     DELTA_TAPS,
-    EMBEDDING,
     SINKS,
     TAPS,
     XIELU,
@@ -35,6 +42,7 @@ from eesd.common.architecture import (
     Mixture,
     Model,
     Norm,
+    Table,
 )
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
@@ -135,7 +143,7 @@ def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
     """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. Values of
     the two halves of D rotate in pairs."""
     half = x.shape[-1] // 2
-    columns = slice(half, 2 * half) if local else slice(0, half)
+    columns = slice(-half, None) if local else slice(0, half)
     tables = (table[:, columns] for table in (inputs.cos, inputs.sin))
     cos, sin = (table[inputs.position_ids][:, None] for table in tables)
     first, second = x.chunk(2, -1)
@@ -246,12 +254,21 @@ class TorchOperations:
     add_ranks: Add | None = None
     wide: bool = True
 
-    def embed(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.module(EMBEDDING)(ids)
-        scale = self.model.geometry.embedding_scale
-        return x if scale == 1 else (x.float() * scale).to(x.dtype)
+    def embed(self, ids: Tensor, table: Table) -> Tensor:
+        x: Tensor = self.module(table.name)(ids)
+        return x if table.scale == 1 else (x.float() * table.scale).to(x.dtype)
+
+    def weight(self, module: str, size: int) -> Tensor:
+        found: Tensor = self.module(module).weight
+        return found
+
+    def multiply(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        return x * y
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.bare:
+            wide = x.float().reshape(*x.shape[:-1], -1, norm.bare)
+            return rms_norm(wide, [norm.bare], eps=norm.eps).flatten(-2).to(x.dtype)
         normed: Tensor = self.module(norm.name)(x, norm)
         return normed
 
@@ -308,8 +325,10 @@ class TorchOperations:
         norm: Norm | None,
         residual: Sequence[Tensor],
     ) -> Tensor:
+        own = mixture.router_norm
+        routed = x if own is None else self.norm(x, own)
         x = self.norm(x, norm) if norm else x
-        shares = self.shares(x, block, mixture)
+        shares = self.shares(x if own is None else routed, block, mixture)
         # On a GPU, the host must not wait for the choice of experts.
         compute = self.on_all if x.is_cuda else self.on_chosen
         y = compute(x, shares, block, mixture)
@@ -325,6 +344,8 @@ class TorchOperations:
         chosen, indices = shares.topk(experts.used, -1)
         if experts.normed:
             chosen = chosen / chosen.sum(-1, keepdim=True)
+        if mixture.scales:
+            chosen = chosen * self.weight(mixture.scales, experts.count).float()[indices]
         return torch.zeros_like(shares).scatter(-1, indices, chosen).to(x.dtype)
 
     def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
@@ -335,7 +356,7 @@ class TorchOperations:
         """
         y = torch.zeros_like(x)
         for expert, share in zip(mixture.experts, torch.split(shares, 1, -1), strict=True):
-            y = y + self._expert(x * (share > 0).to(x.dtype), block, expert) * share
+            y = y + self._expert(x * (share != 0).to(x.dtype), block, expert) * share
         return y
 
     def on_chosen(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
@@ -343,8 +364,8 @@ class TorchOperations:
         given = x.flatten(0, -2)
         shares = shares.flatten(0, -2)
         y = torch.zeros_like(given)
-        for index in (shares > 0).any(0).nonzero()[:, 0].tolist():
-            tokens = (shares[:, index] > 0).nonzero()[:, 0]
+        for index in (shares != 0).any(0).nonzero()[:, 0].tolist():
+            tokens = shares[:, index].nonzero()[:, 0]
             rows = torch.cat((tokens, tokens[:1].expand(-len(tokens) % EVEN_ROWS)))
             found = self._expert(given[rows], block, mixture.experts[index])[: len(tokens)]
             y = y.index_add(0, tokens, found * shares[tokens, index, None])
@@ -370,21 +391,60 @@ class TorchOperations:
         inputs = self._inputs(block)
         window = geometry.window if block.kind == SLIDING else 0
         heads = qkv.view(*qkv.shape[:2], -1, geometry.head_dim).transpose(1, 2)
-        counts = [geometry.num_heads] * attends + [geometry.num_kv_heads] * 2
-        *queries, k, v = torch.split(heads, counts, 1)
-        k = self._turned(k, block, "k_norm", inputs)
-        if not inputs.whole:
-            self._write(block.cache, k, v)
+        counts = [geometry.num_heads] * attends + [geometry.num_kv_heads] * 2 * block.writes
+        parts = list(torch.split(heads, counts, 1))
+        written: KV | None = None
+        if block.writes:
+            written = self._turned(parts[-2], block, "k_norm", inputs), parts[-1]
+            self._write_heads(block, *written)
         if not attends:
             return qkv
-        q = self._turned(queries[0], block, "q_norm", inputs)
+        q = self._turned(parts[0], block, "q_norm", inputs)
         sinks = self.module(f"{block.prefix}{SINKS}").weight if geometry.sinks else None
         if inputs.whole:
-            y = attend_whole(q, k, v, geometry, window, sinks)
+            y = attend_whole(q, *(written or self.caches[block.cache]), geometry, window, sinks)
         else:
+            keys, values = (self._as_heads(part, block) for part in self.caches[block.cache])
             seen = inputs.within(window) if window else inputs
-            y = attend(q, *self.caches[block.cache], seen, geometry, sinks)
+            y = attend(q, keys, values, seen, geometry, sinks)
         return y.transpose(1, 2).flatten(2)
+
+    def _write_heads(self, block: Block, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [B, heads, n, D] of a block into its cache. A pass over whole
+        sequences keeps them instead, if other layers read them."""
+        whole = self.model.geometry
+        own = block.geometry
+        if self._inputs().whole:
+            if whole.shared_from:
+                self.caches[block.cache] = keys, values
+            return
+        if own.head_dim != whole.head_dim or own.num_kv_heads != whole.num_kv_heads:
+            keys, values = (self._as_cached(part, block) for part in (keys, values))
+        self._write(block.cache, keys, values)
+
+    def _as_cached(self, x: Tensor, block: Block) -> Tensor:
+        """Keys or values [B, heads, n, D] of a block, in the shape of the caches."""
+        whole = self.model.geometry
+        batch, heads, count, size = x.shape
+        apart = x.reshape(batch, heads, count, size // whole.head_dim, whole.head_dim)
+        spare = whole.num_kv_heads - self._units(block)
+        return pad(apart.transpose(2, 3).flatten(1, 2), (0, 0, 0, 0, 0, spare))
+
+    def _units(self, block: Block) -> int:
+        """The number of a cache's heads that a block uses."""
+        own = block.geometry
+        return own.num_kv_heads * own.head_dim // self.model.geometry.head_dim
+
+    def _as_heads(self, cache: Tensor, block: Block) -> Tensor:
+        """Keys or values of a cache, [B, heads, S, D] of a block. A copy if a head takes several of
+        the cache's."""
+        own = block.geometry
+        used = cache[:, : self._units(block)]
+        if own.head_dim == cache.shape[3]:
+            return used
+        batch, _, slots, size = used.shape
+        apart = used.reshape(batch, own.num_kv_heads, -1, slots, size)
+        return apart.transpose(2, 3).flatten(3)
 
     def _turned(self, x: Tensor, block: Block, norm: str, inputs: Inputs) -> Tensor:
         """Queries or keys x [B, heads, n, D], normalized and rotated."""

@@ -30,6 +30,7 @@ from eesd.common.architecture import (
     Mixture,
     Model,
     Norm,
+    Table,
     draft,
     verify,
 )
@@ -152,16 +153,31 @@ class _Builder:
         self.nodes.append(helper.make_node("TopK", ["logits", ids], found, domain=DOMAIN, k=top_k))
         return [_output("logits"), _output(found[0], TensorProto.INT64), _output(found[1])]
 
-    def embed(self, ids: str) -> str:
-        table = self._columns(EMBEDDINGS)
-        numbers = self._numbers([table], whole=True)
-        x = self._node("Embed", [ids, self._packed(table)], "embedded", matrices=numbers)
-        scale = self._geometry.embedding_scale
-        if scale == 1:
+    def embed(self, ids: str, table: Table) -> str:
+        found = self._columns(f"{table.name}.weight")
+        numbers = self._numbers([found], whole=True)
+        name = f"{table.name}.embedded"
+        x = self._node("Embed", [ids, self._packed(found)], name, matrices=numbers)
+        if table.scale == 1:
             return x
-        return self._node("Mul", [x, self._number("embedding_scale", scale)], "scaled", domain="")
+        return self._standard("Mul", [x, self._float(table.scale)])
+
+    def weight(self, module: str, size: int) -> str:
+        return self._small(f"{module}.weight")
+
+    def multiply(self, x: str, y: str, name: str) -> str:
+        return self._node("Mul", [x, y], name, domain="")
 
     def norm(self, x: str, norm: Norm) -> str:
+        if norm.groups > 1:
+            apart = self._reshape(x, [0, norm.groups, -1])
+            return self._reshape(self.norm(apart, norm._replace(groups=1)), [0, -1])
+        if norm.bare:
+            ones = f"ones {norm.bare}"
+            self._constant(ones, np.ones(norm.bare, np.float32))
+            return self._standard(
+                "RMSNormalization", [x, ones], axis=-1, stash_type=1, epsilon=norm.eps
+            )
         weight = f"{norm.name}.weight"
         given = [x, self._small(weight)]
         if norm.bias:
@@ -189,6 +205,11 @@ class _Builder:
         """Add a node of standard ONNX, and return its output."""
         name = f"{kind}_{len(self.nodes)}"
         return self._node(kind, inputs, name, domain="", **attributes)
+
+    def _reshape(self, x: str, shape: Sequence[int]) -> str:
+        name = f"shape {shape}"
+        self._constant(name, np.array(shape, np.int64))
+        return self._standard("Reshape", [x, name])
 
     def _float(self, value: float) -> str:
         return self._number(f"number {value}", value)
@@ -273,9 +294,12 @@ class _Builder:
         assert experts is not None
         for gate, up, down in mixture.experts:
             parts += [*self._parts([gate, up]), self._columns(f"{down.name}.weight")]
-        logits = self.product(x, [mixture.router], f"{block.prefix}experts", norm)
+        router_norm = mixture.router_norm or norm
+        logits = self.product(x, [mixture.router], f"{block.prefix}experts", router_norm)
         given = [x, self._norm_weight(norm), logits, self._residual(residual, name)]
         given += self._experts_biases(mixture)
+        scales = mixture.scales
+        given.append(self.weight(scales, experts.count) if scales else self._small())
         return self._node(
             "Mixture",
             [*given, *map(self._packed, parts)],
@@ -303,8 +327,8 @@ class _Builder:
         geometry = block.geometry
         norms = [self._small()] * 2
         if geometry.qk_norm:
-            parts = ("self_attn.q_norm", "self_attn.k_norm")
-            norms = [self._norm_weight(block.norm(part)) for part in parts]
+            parts = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+            norms = [self._small(f"{block.prefix}{part}") for part in parts]
         sinks = self._small()
         if attends and geometry.sinks:
             sinks = self._small(f"{block.prefix}{SINKS}.weight")
@@ -316,6 +340,9 @@ class _Builder:
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             slots=slots_of(self.manifest),
+            cache_heads=self._geometry.num_kv_heads,
+            cache_dim=self._geometry.head_dim,
+            writes=int(block.writes),
             layer=block.cache,
             scale=geometry.score_scale,
             cap=geometry.attention_cap,
@@ -333,9 +360,9 @@ class _Builder:
             return [self._small()] * 2
         if not self._geometry.local_theta:
             return [self._small(table) for table in ROTARY_TABLES]
-        half = self._geometry.head_dim // 2
+        half = block.geometry.head_dim // 2
         names = list[str]()
-        columns = slice(half, None) if block.kind == SLIDING else slice(half)
+        columns = slice(-half, None) if block.kind == SLIDING else slice(half)
         for table in ROTARY_TABLES:
             names.append(f"{table}_of_{block.kind}")
             if names[-1] not in self.initializers:

@@ -9,6 +9,7 @@ from eesd.model.families.exaone4 import EXAONE4
 from eesd.model.families.gemma import GEMMA
 from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
+from eesd.model.families.gemma4 import GEMMA4
 from eesd.model.families.glm import GLM, GLM4
 from eesd.model.families.gpt_oss import GPT_OSS
 from eesd.model.families.granite import GRANITE
@@ -50,6 +51,7 @@ _DENSE = (
     OLMO3,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     HUNYUAN,
     INTERNLM3,
     IQUESTCODER,

@@ -3,16 +3,20 @@ a copy.
 
 A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, in the layout of
 ``runtime/operators/SPECIFICATION.md``: float32, float16, or 8-bit levels with a float32 scale for
-each row of a head. Pages are allocated on the first write, and released when a long text ends.
+each row of a head. Layers whose heads have other sizes use a part of the same memory. Pages are
+allocated on the first write, and released when a long text ends.
 """
 
 import mmap
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.architecture import Model
 from eesd.common.errors import EESDError
 from eesd.common.geometry import DELTA
 from eesd.common.manifest import Manifest
@@ -40,7 +44,7 @@ def slots_of(manifest: Manifest) -> int:
 def tile_bytes(manifest: Manifest) -> int:
     """Bytes of all tiles of a cache of float32."""
     geometry = manifest.geometry
-    width = -(-geometry.head_dim // TILE) * TILE
+    width = _width(geometry.head_dim)
     return 8 * manifest.num_caches * geometry.num_kv_heads * slots_of(manifest) * width
 
 
@@ -92,17 +96,15 @@ class CpuKVCache:
         self.dtype = np.dtype(dtype)
         self.slots = slots_of(manifest)
         self.limit = manifest.max_seq_len
-        # Number of cells side by side, and of bytes of a row's scale.
-        pair, scale = (2, 4) if dtype == "int8" else (1, 0)
+        scale = 4 if dtype == "int8" else 0  # bytes of a row's scale
         size = geometry.head_dim
-        width = -(-geometry.head_dim // TILE) * TILE
         self.slot_bytes = (
             2 * manifest.num_caches * geometry.num_kv_heads * (size * self.dtype.itemsize + scale)
         )
         tiles = self.slots // TILE
         shape = (manifest.num_caches, 2, geometry.num_kv_heads)
-        scales_at = TILE * width * self.dtype.itemsize
-        self._tile_bytes = prod(shape) * (scales_at + TILE * scale)
+        self._shape = geometry.num_kv_heads, size + scale
+        self._tile_bytes = prod(shape) * (TILE * _width(size) * self.dtype.itemsize + TILE * scale)
         flags = (
             mmap.MAP_PRIVATE
             | mmap.MAP_ANONYMOUS
@@ -121,21 +123,17 @@ class CpuKVCache:
         whole = np.frombuffer(self._map, np.int8)
         memory = whole[:size_of_tiles].reshape(*shape, tiles, -1)
         self.address = int(memory.ctypes.data)
-        keys, values = np.moveaxis(memory[..., :scales_at].view(self.dtype), 1, 0)
-        self._keys = keys.reshape(*keys.shape[:3], width // pair, TILE, pair)[
-            ..., : size // pair, :, :
-        ]
-        self._values = values.reshape(*keys.shape[:3], TILE // pair, width, pair)[..., :size, :]
-        self._scales = memory[..., scales_at:].reshape(*shape, tiles, TILE, scale)
+        self._parts = list[_Rows | _Records]()
+        for (first, heads, width), layers in groupby(enumerate(_parts_of(manifest)), itemgetter(1)):
+            indices = [index for index, _ in layers]
+            which = slice(indices[0], indices[-1] + 1)
+            if first in states:
+                self._parts.append(_Records(memory[which], which, self._shape))
+            else:
+                rows = _Rows(memory[which], which, heads, width, self.dtype, scale)
+                self._parts.append(rows)
         self._used = 0
         self._after = [whole[at.start :][:16].view(np.int64) for at in states.values()]
-        self._records: dict[int, NDArray[np.float32]] = {}
-        for first in states:
-            part = (geometry.state_caches, *shape[1:], size)
-            rows = memory[first : first + part[0]].view(np.float32).reshape(self.slots, -1)
-            self._records[first] = rows[:, : prod(part)].reshape(self.slots, *part)
-        starts = [0, *(first + geometry.state_caches for first in states)]
-        self._tiled = [*map(slice, starts, [*states, shape[0]])]
 
     def reserve(self, slots: int) -> None:
         if slots > self.limit:
@@ -164,10 +162,13 @@ class CpuKVCache:
 
     def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
-        found = self._gather(np.arange(self.slots))[index]
-        if self._scales.shape[-1]:
+        part = next(one for one in self._parts if index < one.which.stop)
+        found = part.gather(np.arange(self.slots))[index - part.which.start]
+        if part.scale:
             found = found[..., :-4] * np.ascontiguousarray(found[..., -4:]).view(np.float32)
-        return found[0][None].copy(), found[1][None].copy()
+        heads, columns = self._shape
+        keys, values = _shaped(found, (heads, columns - part.scale))
+        return keys[None].copy(), values[None].copy()
 
     def values(self, start: int, stop: int) -> Values:
         """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. With int8, each
@@ -175,26 +176,142 @@ class CpuKVCache:
         return self._gather(np.arange(start, stop))
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
-        size, pair = self._values.shape[-2:]
         slots = np.arange(start, start + values.shape[3])
-        tiles, rows = np.divmod(slots, TILE)
         self._drop_states(start)
-        for first, records in self._records.items():
-            records[slots] = values[first : first + records.shape[1]].transpose(3, 0, 1, 2, 4)
-        for layers in self._tiled:
-            # NumPy puts the slots first if index arrays and slices are mixed.
-            keys, own = values[layers, ..., :size].transpose(1, 3, 0, 2, 4)
-            keys = keys.reshape(*keys.shape[:3], size // pair, pair)
-            self._keys[layers, :, tiles, :, rows] = keys
-            self._values[layers, :, tiles, rows // pair, :, rows % pair] = own
-            self._scales[layers][..., tiles, rows, :] = values[layers, ..., size:]
+        for part in self._parts:
+            part.fill(slots, _shaped(values[part.which], part.shape))
 
     def _gather(self, slots: NDArray[np.intp]) -> Values:
-        size, pair = self._values.shape[-2:]
+        if len(self._parts) == 1:
+            return self._parts[0].gather(slots)
+        return np.concatenate([_shaped(part.gather(slots), self._shape) for part in self._parts])
+
+
+class _Records:
+    """The records of a layer with the delta rule: a view of the memory of its tiles.
+
+    Args:
+        memory: [caches, 2, KV, S / 16, bytes of a tile] of the layer.
+        which: Its caches.
+        shape: KV heads of a cache, and values of a head.
+
+    Attributes:
+        which: The caches.
+        shape: KV heads of a cache, and values of a head.
+    """
+
+    scale = 0
+
+    def __init__(self, memory: NDArray[np.int8], which: slice, shape: tuple[int, int]) -> None:
+        self.which = which
+        self.shape = shape
+        part = (len(memory), 2, *shape)
+        slots = memory.shape[3] * TILE
+        rows = memory.view(np.float32).reshape(slots, -1)
+        self._rows = rows[:, : prod(part)].reshape(slots, *part)
+
+    def gather(self, slots: NDArray[np.intp]) -> Values:
+        """A copy [caches, 2, KV, n, D] of some slots."""
+        return self._rows[slots].transpose(1, 2, 3, 0, 4)
+
+    def fill(self, slots: NDArray[np.intp], values: NDArray[Any]) -> None:
+        """Write records that :meth:`gather` returned into some slots."""
+        self._rows[slots] = values.transpose(3, 0, 1, 2, 4)
+
+
+class _Rows:
+    """The keys and values of successive layers with the same sizes of heads: views of the memory.
+
+    Args:
+        memory: [layers, 2, KV, S / 16, bytes of a tile] of the caches.
+        which: The layers.
+        heads: KV heads of these layers.
+        size: Values of a head.
+        dtype: Type of an element.
+        scale: Bytes of a row's scale.
+
+    Attributes:
+        which: The layers.
+        scale: Bytes of a row's scale.
+        shape: KV heads, and elements of a row with its scale.
+    """
+
+    def __init__(
+        self,
+        memory: NDArray[np.int8],
+        which: slice,
+        heads: int,
+        size: int,
+        dtype: np.dtype[Any],
+        scale: int,
+    ) -> None:
+        self.which = which
+        self.scale = scale
+        self.shape = heads, size + scale
+        self._size = size
+        self._pair = 2 if scale else 1  # cells side by side
+        scales_at = TILE * _width(size) * dtype.itemsize
+        tiles = memory.shape[3]
+        tile = scales_at + TILE * scale
+        flat = memory.reshape(len(memory), 2, -1)[..., : heads * tiles * tile]
+        whole = flat.reshape(len(memory), 2, heads, tiles, tile)
+        keys, values = np.moveaxis(whole[..., :scales_at].view(dtype), 1, 0)
+        pair = self._pair
+        self._keys = keys.reshape(*keys.shape[:3], -1, TILE, pair)[..., : size // pair, :, :]
+        self._values = values.reshape(*keys.shape[:3], TILE // pair, -1, pair)[..., :size, :]
+        self._scales = whole[..., scales_at:].reshape(*whole.shape[:4], TILE, scale)
+
+    def gather(self, slots: NDArray[np.intp]) -> Values:
+        """A copy [layers, 2, heads, n, elements of a row] of some slots."""
         tiles, rows = np.divmod(slots, TILE)
+        size = self._size
+        pair = self._pair
         keys = self._keys[:, :, tiles, :, rows]
         values = self._values[:, :, tiles, rows // pair, :, rows % pair]
         found = np.stack((keys.reshape(*keys.shape[:3], size), values)).transpose(2, 0, 3, 1, 4)
-        for first, records in self._records.items():
-            found[first : first + records.shape[1]] = records[slots].transpose(1, 2, 3, 0, 4)
-        return np.concatenate((found, self._scales[..., tiles, rows, :].view(self.dtype)), -1)
+        return np.concatenate((found, self._scales[..., tiles, rows, :].view(found.dtype)), -1)
+
+    def fill(self, slots: NDArray[np.intp], values: NDArray[Any]) -> None:
+        """Write rows that :meth:`gather` returned into some slots."""
+        tiles, rows = np.divmod(slots, TILE)
+        size = self._size
+        pair = self._pair
+        # With index arrays and slices mixed, NumPy puts the slots first.
+        keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
+        self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
+        self._values[:, :, tiles, rows // pair, :, rows % pair] = own
+        self._scales[..., tiles, rows, :] = values[..., size:]
+
+
+def _width(size: int) -> int:
+    """Values of a head's row in a tile."""
+    return -(-size // TILE) * TILE
+
+
+def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
+    """For each cache the first one of its layer's states or -1, KV heads, and values of a head."""
+    geometry = manifest.geometry
+    found = [(-1, geometry.num_kv_heads, geometry.head_dim)] * manifest.num_caches
+    for first in states_at(manifest):
+        for cache in range(first, first + geometry.state_caches):
+            found[cache] = (first, *found[cache][1:])
+    if geometry.own_heads:
+        model = Model(geometry, manifest.exit_head)
+        blocks = [model.layer(layer) for layer in range(geometry.num_layers)]
+        blocks += [model.exit_block(index) for index in range(manifest.exit_head.blocks)]
+        for block in blocks:
+            found[block.cache] = -1, block.geometry.num_kv_heads, block.geometry.head_dim
+    return found
+
+
+def _shaped(values: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
+    """Rows [..., heads, n, columns] of slots as [..., *shape], with zeros at the end or without
+    them."""
+    heads, columns = shape
+    if values.shape[-3::2] == shape:
+        return values
+    rows = np.moveaxis(values, -2, -3)
+    rows = rows.reshape(*rows.shape[:-2], -1)[..., : heads * columns]
+    spare = heads * columns - rows.shape[-1]
+    rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, spare)])
+    return np.moveaxis(rows.reshape(*rows.shape[:-1], heads, columns), -2, -3)

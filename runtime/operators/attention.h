@@ -101,13 +101,14 @@ template <typename Cell> static void write_cells(const Attention &job, int64_t f
   float head[MAX_WIDTH];
   for (int64_t t = first_token; t < last_token; t++) {
     const Token &token = job.tokens[t];
-    const float *x = job.qkv + t * (job.heads + 2 * job.kv_heads) * size;
+    const float *x = job.qkv + t * (job.heads + 2 * job.kv_heads * job.writes) * size;
     const float *cos = job.cos ? job.cos + token.position * half : nullptr, *sin = job.sin ? job.sin + token.position * half : nullptr;
     const int64_t slot = token.slot, tile = slot / 16 * tile_of<Cell>(job.width);
     for (int64_t h = 0; h < job.heads; h++, x += size) {
       turn(job, x, job.q_norm, cos, sin, head);
       write_query(job, head, job.q + (t * job.heads + h) * job.width);
     }
+    if (!job.writes) continue;
     for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
       turn(job, x, job.k_norm, cos, sin, head);
       write_row(job, head, job.keys<Cell>(token, h) + tile, slot, [&](int64_t d) { return key_at<Cell>(slot, d); });

@@ -11,10 +11,10 @@ static void route(const Routing &job, int64_t first_row, int64_t last_row) {
       store(lane, exponential(load_some(weights + i, least(16, k - i))));
       for (int64_t j = i; j < least(i + 16, k); j++) weights[j] = lane[j - i];
     }
-    if (!job.normed) continue;
     float sum = 0;
     for (int64_t i = 0; i < k; i++) sum += weights[i];
-    for (int64_t i = 0; i < k; i++) weights[i] /= sum;
+    for (int64_t i = 0; job.normed && i < k; i++) weights[i] /= sum;
+    for (int64_t i = 0; job.factors && i < k; i++) weights[i] *= job.factors[job.top.found[row * k + i]];
   }
 }
 

@@ -171,6 +171,8 @@ template <typename Cell> static inline float *scales_of(Cell *tile, int64_t widt
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
+  int64_t cache_heads, cache_width;                        // those of each layer's part of a cache
+  bool writes;                                             // whether there are keys and values, which are written
   Cells cells;
   bool hides_first;                                        // whether only the first token of a text sees slot 0
   bool norms_last;                                         // whether heads are normalized after rotation
@@ -178,16 +180,22 @@ struct Attention {
   int64_t window;                                          // number of positions that a token sees; 0 for all
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], or null if heads are not rotated; [head_dim] or null
   const float *sinks;                        // [heads], a further score of each head, whose value is 0; or null
-  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without queries if heads is 0
+  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without queries if heads is 0, or queries alone
   float *q;                                  // [tokens, heads, width]; in another form for caches of levels, see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
   float *y;                                  // [tokens, heads head_dim]
 
   template <typename Cell> Cell *keys(const Token &t, int64_t kv) const {
-    return static_cast<Cell *>(t.cache) + (layer * 2 * kv_heads + kv) * (slots / 16) * tile_of<Cell>(width);
+    return part_of<Cell>(t, 0) + kv * (slots / 16) * tile_of<Cell>(width);
   }
-  template <typename Cell> Cell *values(const Token &t, int64_t kv) const { return keys<Cell>(t, kv + kv_heads); }
+  template <typename Cell> Cell *values(const Token &t, int64_t kv) const {
+    return part_of<Cell>(t, 1) + kv * (slots / 16) * tile_of<Cell>(width);
+  }
+  // The keys (0) or values (1) of the layer.
+  template <typename Cell> Cell *part_of(const Token &t, int64_t part) const {
+    return static_cast<Cell *>(t.cache) + (layer * 2 + part) * cache_heads * (slots / 16) * tile_of<Cell>(cache_width);
+  }
   float *part(int64_t token, int64_t head, int64_t chunk) const {
     return partial + ((token * heads + head) * chunks + chunk) * (2 + width);
   }
@@ -204,7 +212,8 @@ struct TopK {
 // The experts with the largest logits of each row, and their weights.
 struct Routing {
   TopK top;
-  bool normed;  // whether the weights are divided by their sum
+  bool normed;           // whether the weights are divided by their sum
+  const float *factors;  // [columns]: factors of the weights, or null
 };
 
 // The sum of the results of a token's experts times their weights, in ascending order of the experts.

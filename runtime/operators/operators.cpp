@@ -211,16 +211,16 @@ class Multiply {
   const float *norm_, *bias_;
 };
 
-// x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], gate, up
-// and down of each expert -> y [T, H]: the results of the experts with the k largest logits, times their weights, added up. Weights of
-// experts that no token uses are not read.
+// x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], factors
+// of the weights [E] or [0], gate, up and down of each expert -> y [T, H]: the results of the experts with the k largest logits, times
+// their weights, added up. Weights of experts that no token uses are not read.
 class Mixture {
  public:
   static constexpr const char *name = "Mixture";
   static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Mixture(const Node &node)
       : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), used_(positive(node, "used")),
-        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 6)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
+        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 7)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
     check(parts_.size() % 3 == 0 && used_ <= experts_, "an expert has three weights, and a token uses no more experts than there are");
     check(gating_ >= SILU && gating_ <= CLAMPED, "the gating is unknown");
     const Matrix &gate = parts_[0], &down = parts_[2];
@@ -235,6 +235,7 @@ class Mixture {
     norm_ = node.floats(1, gate.inputs, "the norm has another size");
     inner_bias_ = node.floats(4, experts_ * 2 * gate.outputs, "biases have another size");
     bias_ = node.floats(5, experts_ * gate.inputs, "biases have another size");
+    factors_ = node.floats(6, experts_, "there is a factor for each expert");
   }
 
   void run(const Call &call) const {
@@ -252,7 +253,7 @@ class Mixture {
     int64_t *found = memory.take<int64_t>(pairs), *rows = memory.take<int64_t>(pairs);
     float *weights = memory.take<float>(pairs), *ordered = memory.take<float>(pairs), *gathered = memory.take<float>(pairs * hidden);
     float *gated = memory.take<float>(pairs * inner), *given = memory.take<float>(pairs * hidden);
-    const Routing routing = {{logits.floats(), experts_, used_, found, weights}, normed_};
+    const Routing routing = {{logits.floats(), experts_, used_, found, weights}, normed_, factors_};
     call.parallel(tokens, tokens < FEW ? 1 : settings_.threads,
                   [&](int64_t first, int64_t last) { settings_.kernels->route(routing, first, last); });
     const std::vector<int64_t> starts = sort(tokens, found, weights, rows, ordered);
@@ -318,7 +319,7 @@ class Mixture {
   bool normed_;
   Weights parts_;
   int64_t experts_;
-  const float *norm_, *inner_bias_, *bias_;
+  const float *norm_, *inner_bias_, *bias_, *factors_;
 };
 
 // qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0],
@@ -335,6 +336,9 @@ class Attend {
     job_.width = (job_.head_dim + 15) / 16 * 16;
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
+    job_.cache_heads = positive(node, "cache_heads");
+    job_.cache_width = (positive(node, "cache_dim") + 15) / 16 * 16;
+    job_.writes = node.integer("writes") != 0;
     job_.hides_first = node.integer("hides_first") != 0;
     job_.norms_last = node.integer("norms_last") != 0;
     job_.scale = node.real("scale");
@@ -345,6 +349,9 @@ class Attend {
     check(job_.heads >= 0 && job_.heads < LIMIT && job_.heads % job_.kv_heads == 0, "heads is no multiple of kv_heads");
     check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 512 values, an even number");
     check(job_.slots % 16 == 0 && job_.layer >= 0 && job_.layer < LIMIT, "slots are a multiple of 16");
+    check(job_.cache_heads < LIMIT && job_.cache_width <= MAX_WIDTH && job_.kv_heads <= job_.cache_heads &&
+              job_.kv_heads * job_.width <= job_.cache_heads * job_.cache_width,
+          "the heads do not fit the caches");
     const Tensor cos = node.constant(3), sin = node.constant(4);
     positions_ = cos.size() / (job_.head_dim / 2);
     check(cos.type == ort::FLOAT && sin.type == ort::FLOAT && cos.size() == sin.size(), "cos and sin are tables of float32");
@@ -359,7 +366,8 @@ class Attend {
     Attention job = job_;
     const std::vector<Token> tokens = read_tokens(rows, paths);
     const int64_t count = static_cast<int64_t>(tokens.size()), values = job.heads * job.head_dim;
-    check(qkv.type == ort::FLOAT && qkv.size() == count * (values + 2 * job.kv_heads * job.head_dim), "qkv has another size");
+    const int64_t written = job.writes ? 2 * job.kv_heads * job.head_dim : 0;
+    check(qkv.type == ort::FLOAT && qkv.size() == count * (values + written), "qkv has another size");
     job.cells = settings_.cells;
     job.tokens = tokens.data();
     job.qkv = qkv.floats();

@@ -73,7 +73,7 @@ def as_written_by_transformers_4(raw: dict[str, Any], kind_key: str) -> dict[str
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma4"])
 def test_configs_of_transformers_4_and_5_are_equal(
     family_dir: FamilyDir, tmp_path: Path, family: str, kind_key: str
 ) -> None:

@@ -74,7 +74,8 @@ def parameters(config: dict[str, Any], directory: Path) -> int:
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(write(directory, config))
         )  # type: ignore[no-untyped-call]
-    return sum(parameter.numel() for parameter in model.parameters())
+    factors = (one for name, one in model.named_buffers() if name.endswith("layer_scalar"))
+    return sum(weight.numel() for weight in (*model.parameters(), *factors))
 
 
 def test_every_family_has_its_checkpoints() -> None:
@@ -169,6 +170,18 @@ def narrowed(name: str) -> dict[str, Any]:
     config |= {
         key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)
     }
+    if config["model_type"] == "gemma4_text":
+        config |= {"vocab_size_per_layer_input": 61, "global_head_dim": 2 * size}
+        config |= {
+            key: min(config[key], most)
+            for key, most in {
+                "hidden_size_per_layer_input": 12,
+                "num_kv_shared_layers": 2,
+                "num_global_key_value_heads": 1,
+                "top_k_experts": 2,
+            }.items()
+            if key in config
+        }
     config |= {"sliding_window": 24} if config.get("sliding_window") else {}
     scaling = dict(config.get("rope_scaling") or {})
     step = whole // size
@@ -207,7 +220,10 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
     )  # type: ignore[no-untyped-call]
     randomise(model, 0)
-    if config["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
+    if config["model_type"] == "gemma4_text":
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.data *= 0.2  # scores have no other factor
+    elif config["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
         for parameter, values in model.named_parameters():  # stores its norms minus 1
             less = parameter.endswith("norm.weight") and ".linear_attn." not in parameter
             values.data -= float(less)

@@ -249,6 +249,9 @@ def test_mixtures(
     weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
     own = experts(count, hidden, inner, *forms)
     mixture = Mixture(own, used, normed, weight, residual, gating)
+    if gating == 2:  # of Gemma 4, whose experts have factors
+        factors = seeded("factors").normal(0, 1, count).astype(np.float32)
+        mixture = replace(mixture, factors=factors)
     if gating == 3:  # of gpt-oss, whose experts have biases
         random = seeded("biases")
         sizes = (2 * inner, hidden)
@@ -511,6 +514,8 @@ LAYERS = {
     "int8, 512": Attention(heads=2, kv_heads=1, head_dim=512, dtype="int8"),
     "int8, first hidden": Attention(head_dim=20, hides_first=True, dtype="int8"),
     "int8, cap, window of 130": Attention(cap=2.0, window=130, dtype="int8"),
+    "wider than a cache's heads": Attention(cache_heads=6, cache_dim=8, norms=True),
+    "fewer than a cache's heads": Attention(cache_heads=5, layer=0, dtype="int8"),
     "first hidden": Attention(heads=6, kv_heads=2, head_dim=20, hides_first=True),
     "cap, window of 9": Attention(cap=2.0, window=9),
     "unrotated, window of 130": Attention(rotates=False, window=130),
@@ -540,6 +545,23 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
         assert_same(
             attend(session, chain(text, length - 1, length))[0], first[length - 1 : length], length
         )
+
+
+@pytest.mark.parametrize("kind", ["grouped", "float16", "int8", "wider than a cache's heads"])
+def test_attention_of_queries_alone_reads_what_another_layer_wrote(
+    tmp_path: Path, kind: str
+) -> None:
+    layer = LAYERS[kind]
+    text = layer.text(150)
+    session = layer.session(layer.write(tmp_path / "model"), 2)
+    expected = prefill(session, text, 150)
+    before = text.cache.array.copy()
+    reading = layer.session(layer.write(tmp_path / "reading", writes=0), 2)
+    columns = layer.heads * layer.head_dim
+    text.qkv = text.qkv[:, :columns]
+    for first in (0, 100, 149):
+        assert_same(attend(reading, chain(text, first, 150))[0], expected[first:])
+    assert (text.cache.array == before).all()
 
 
 def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
@@ -744,6 +766,9 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
         "kv_heads": (0, -2),
         "head_dim": (0, 15, 514, 1 << 40),
         "slots": (0, 20, 1 << 60, [384]),
+        "cache_heads": (0, 1, 1 << 40),
+        "cache_dim": (0, 514, 1 << 40),
+        "writes": (None,),
         "layer": (-1, 1 << 60),
         "scale": (1,),
         "epsilon": (None,),

@@ -120,6 +120,7 @@ KINDS = (
     "llama-bias",
     "mistral-window",
     "lfm2",
+    "gemma4",
     "no groups",
     "one KV head",
 )
@@ -127,12 +128,14 @@ KINDS = (
 
 @pytest.fixture(
     scope="module",
-    params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window", "lfm2"),
+    params=slow_but(
+        KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window", "lfm2", "gemma4"
+    ),
 )
 def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind: str = request.param
     directory = tmp_path_factory.mktemp(kind)
-    if kind in ("qwen3", "llama-bias", "mistral-window", "lfm2"):
+    if kind in ("qwen3", "llama-bias", "mistral-window", "lfm2", "gemma4"):
         model = request.getfixturevalue("family_dir")(kind)
     else:
         kv_heads = {"no groups": 4, "one KV head": 1}.get(kind, 2)

@@ -46,7 +46,11 @@ class FamilyCase:
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)
-        if "gemma" in self.model_type or "linear" in str(self.options.get("layer_types")):
+        if self.model_type == "gemma4_text":
+            for layer in model.model.layers:
+                layer.layer_scalar.fill_(random.Random(self.seed).choice((1.0, 0.75, -0.5)))
+                layer.self_attn.q_norm.weight.data *= 0.2  # scores have no other factor
+        elif "gemma" in self.model_type or "linear" in str(self.options.get("layer_types")):
             for name, parameter in model.named_parameters():  # stores its norms minus 1
                 less = name.endswith("norm.weight") and ".linear_attn." not in name
                 parameter.data -= float(less)
@@ -230,6 +234,44 @@ def _gemma3(rng: random.Random, sizes: Options) -> Options:
         "sliding_attention": {"rope_type": "default", "rope_theta": thetas[1]},
     }
     return {"rope_parameters": ropes} | _gemma(rng, sizes)
+
+
+def _gemma4(rng: random.Random, sizes: Options) -> Options:
+    """Of the three published kinds: with inputs of layers and shared caches; dense, with values
+    equal to keys; with experts next to the MLP. Also what none of them has."""
+    layers = rng.choice((3, 5, 7))
+    heads = sizes["num_attention_heads"]
+    kind = rng.choice(("inputs", "dense", "experts", "any"))
+    types = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    full = {"rope_type": "proportional", "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}
+    ropes = {
+        "full_attention": rng.choice((full, full, {"rope_type": "default"}))
+        | {"rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    own: Options = {
+        "num_hidden_layers": layers,
+        "layer_types": rng.choice((types, None)),
+        "sliding_window": rng.choice((5, 9, 50)),
+        "head_dim": rng.choice((6, 8, 16)),
+        "global_head_dim": rng.choice((8, 12, 16, 24)),
+        "rope_parameters": rng.choice((ropes, ropes, None)),
+        "attention_bias": kind == "any" and rng.random() < 0.5,
+        "final_logit_softcapping": rng.choice((None, 2.0, 30.0)),
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": rng.choice((4, 12)) if kind in ("inputs", "any") else 0,
+        "use_double_wide_mlp": rng.random() < 0.5,
+        "attention_k_eq_v": kind in ("dense", "experts") or rng.random() < 0.3,
+        "num_global_key_value_heads": rng.choice([one for one in (1, heads, None) if one]),
+    }
+    if kind in ("inputs", "any"):
+        own |= {"layer_types": ["sliding_attention", "full_attention", *types[2:]]}
+        own |= {"num_kv_shared_layers": rng.choice((0, 1, layers - 2))}
+    if kind in ("experts", "any"):
+        count, used = _experts(rng)
+        own |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": used}
+        own |= {"moe_intermediate_size": rng.choice((8, 13, 32))}
+    return own
 
 
 def _experts(rng: random.Random) -> tuple[int, int]:
@@ -511,6 +553,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "hunyuan_v1_dense": _hunyuan,
     "internlm3": _as_llama,
     "iquestcoder": _as_llama,

@@ -319,6 +319,7 @@ class Mixture:
     gating: int = 1
     epsilon: float = 1e-3
     biases: tuple[Floats, Floats] | None = None
+    factors: Floats | None = None
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(0)
@@ -341,6 +342,7 @@ class Mixture:
             ("logits", TensorProto.FLOAT),
             ("residual", TensorProto.FLOAT),
             *zip(("inner", "outer"), self.biases or (NOTHING, NOTHING), strict=True),
+            ("factors", NOTHING if self.factors is None else self.factors),
             *((f"w{i}", pack(weight).data) for i, weight in enumerate(weights)),
         ]
 
@@ -379,6 +381,7 @@ class Mixture:
             self.residuals,
             self.gating,
             self.biases,
+            self.factors,
         )
 
     def in_float64(self) -> NDArray[np.float64]:
@@ -391,6 +394,8 @@ class Mixture:
         np.put_along_axis(shares, least, 0, 1)
         if self.normed:
             shares /= shares.sum(1, keepdims=True)
+        if self.factors is not None:
+            shares *= self.factors
         y = np.zeros_like(x)
         no_biases = [np.zeros(len(self.experts))] * 2
         for number, (share, parts) in enumerate(zip(shares.T, self.experts, strict=True)):
@@ -506,6 +511,8 @@ class Attention:
     rotates: bool = True
     norms_last: bool = False
     sinks: bool = False
+    cache_heads: int = 0
+    cache_dim: int = 0
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -556,6 +563,9 @@ class Attention:
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "slots": self.slots,
+            "cache_heads": self.cache_heads or self.kv_heads,
+            "cache_dim": self.cache_dim or self.head_dim,
+            "writes": 1,
             "layer": self.layer,
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,
@@ -572,9 +582,8 @@ class Attention:
         paths = [list(range(node + 1)) for node in range(nodes)]
         for node, parent in enumerate(parents, start=nodes):
             paths.append([*paths[parent], node])
-        return Text(
-            qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.dtype)
-        )
+        shape = self.cache_heads or self.kv_heads, self.slots, self.cache_dim or self.head_dim
+        return Text(qkv, paths, Cache(self.layers, *shape, self.dtype))
 
     def specified(self, text: Text, nodes: Sequence[int]) -> Floats:
         """[nodes, H D]."""

@@ -264,10 +264,13 @@ def mixture(
     residual: Floats | None = None,
     gating: int = 1,
     biases: tuple[Floats, Floats] | None = None,
+    factors: Floats | None = None,
 ) -> Floats:
     """``experts`` has gate, up and down of each; ``biases`` those of gate and up [E, 2 I] and of
-    down [E, H]."""
+    down [E, H]; ``factors`` [E] those of the weights."""
     found, weights = route(logits, used, normed)
+    if factors is not None:
+        weights = weights * factors[found]
     y = np.zeros_like(x)
     for number, (gate, up, down) in enumerate(experts):  # a token's experts in ascending order
         tokens, places = np.nonzero(found == number)

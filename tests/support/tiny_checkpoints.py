@@ -84,6 +84,23 @@ FAMILIES = {
                 "norm_eps": 1e-3,
             },
         ),
+        Family(
+            "gemma4",
+            "gemma4_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 1,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "sliding_window": 32,
+                "vocab_size_per_layer_input": 97,
+                "hidden_size_per_layer_input": 12,
+                "use_double_wide_mlp": True,
+                "tie_word_embeddings": True,
+            },
+        ),
         Family("qwen3-bias", "qwen3", {"head_dim": 16, "attention_bias": True}),
     )
 }

@@ -40,10 +40,14 @@ gives for the key. Its output is what S gives for its query. S is thus a sum ove
 of decayed outer products of keys and deltas. So a slot holds the convolution's inputs, the key, the
 deltas and the decays of its token, and again nothing is undone when drafted tokens are rejected.
 
+**Gemma 4**: layers of one kind have heads of other sizes than those of the other kind, and the last
+layers of some models read the keys and values of earlier layers. In some models each layer also
+reads an input from a second embedding of the token, added to a projection of the first.
+
 The module needs neither torch nor onnx.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -67,6 +71,20 @@ FINAL_NORM = "model.norm"
 LM_HEAD = "lm_head"
 """Names of the modules before and after the base layers. A weight's name is its module's name
 followed by ``.weight``."""
+INPUTS = "model.embed_inputs"
+INPUT_PROJECTION = "model.input_proj"
+INPUT_NORM = "model.input_norm"
+"""Modules of the inputs of layers: an embedding, a product of the model's embeddings, and a norm of
+its part for each layer. The norm has the factor of the sum."""
+LAYER_SCALE = "layer_scale"
+"""Name within a block of the factor of its output, whose weight is [1]."""
+ROUTER_NORM = "mlp.gate_norm"
+EXPERT_SCALES = "mlp.expert_scales"
+MLP_NORM = "mlp.dense_norm"
+EXPERTS_NORM = "mlp.experts_input_norm"
+MIXED_NORM = "mlp.experts_norm"
+"""Names within a block with an MLP next to experts: the router's norm, the factors of the experts,
+the norm of the MLP's output, and the norms before and after the experts."""
 ROUTER = "mlp.gate"
 """Name, within a block, of the product that chooses experts."""
 SHARED = "mlp.shared_expert"
@@ -125,12 +143,30 @@ class Norm(NamedTuple):
         eps: Added to the mean square, or to the variance.
         centred: Whether it is a LayerNorm, which subtracts the mean. If not, it is an RMSNorm.
         bias: Whether it adds a bias.
+        groups: Number of equal groups of columns that are normalized apart, with the same weights.
+        bare: Number of values in a group of a norm without weights; 0: it has weights.
     """
 
     name: str
     eps: float
     centred: bool = False
     bias: bool = False
+    groups: int = 1
+    bare: int = 0
+
+
+class Table(NamedTuple):
+    """An embedding table.
+
+    Attributes:
+        name: Name of the module.
+        columns: Number of columns.
+        scale: Factor of the embeddings.
+    """
+
+    name: str
+    columns: int
+    scale: float
 
 
 def norm_of(geometry: Geometry, name: str) -> Norm:
@@ -139,11 +175,20 @@ def norm_of(geometry: Geometry, name: str) -> Norm:
 
 
 class Mixture(NamedTuple):
-    """The linear layers of a mixture of experts: the router, and gate, up and down of each
-    expert."""
+    """The parts of a mixture of experts.
+
+    Attributes:
+        router: Linear layer that chooses experts.
+        experts: Gate, up and down of each expert.
+        router_norm: Norm before the router; None: that of the experts.
+        scales: Module whose weights [experts] multiply the shares of the experts; empty: there is
+            none.
+    """
 
     router: Linear
     experts: Sequence[tuple[Linear, Linear, Linear]]
+    router_norm: Norm | None = None
+    scales: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,6 +204,7 @@ class Block:
             attention then reads an embedding and a state side by side, hides the first slot, and
             has separate rotary tables.
         mlp: Width of the MLP; 0 for no MLP, None for the width of the geometry.
+        writes: Whether it has keys and values. If not, it reads those of another block.
     """
 
     geometry: Geometry
@@ -167,6 +213,7 @@ class Block:
     kind: str = FULL
     eagle: Eagle | None = None
     mlp: int | None = None
+    writes: bool = True
 
     def norm(self, name: str) -> Norm:
         """A norm of the block."""
@@ -177,6 +224,13 @@ class Block:
         """Indices of the caches of a recurrent layer's states."""
         return range(self.cache, self.cache + self.geometry.state_caches)
 
+    @property
+    def output(self) -> str:
+        """Name of its output in a graph."""
+        if self.geometry.layer_scale:
+            return f"{self.prefix}scaled"
+        return f"{self.prefix}{'with_input' if self.geometry.input_size else 'out'}"
+
 
 class Operations(Protocol[X]):
     """The operations on values of type X, which represent hidden states [..., columns] of some
@@ -185,8 +239,16 @@ class Operations(Protocol[X]):
     ``name`` is the name of the result in a graph.
     """
 
-    def embed(self, ids: X) -> X:
-        """The embeddings of token ids, times the geometry's factor."""
+    def embed(self, ids: X, table: Table) -> X:
+        """The embeddings of token ids, times the table's factor."""
+        ...
+
+    def weight(self, module: str, size: int) -> X:
+        """The weight [size] of a module."""
+        ...
+
+    def multiply(self, x: X, y: X, name: str) -> X:
+        """x times y, value by value. One of a single value multiplies all."""
         ...
 
     def norm(self, x: X, norm: Norm) -> X:
@@ -246,7 +308,8 @@ class Operations(Protocol[X]):
 
         Args:
             qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
-                no queries, and the result is not used.
+                no queries, and the result is not used. A block that does not write has queries
+                alone.
             block: The block. Its geometry defines how heads are normalized, rotated and scored.
             name: Name of the result.
             attends: Whether ``qkv`` has queries.
@@ -309,7 +372,9 @@ class Model(NamedTuple):
         geometry = self.geometry
         kind = geometry.kind(index)
         cache = geometry.caches_of(index).start
-        return Block(geometry.of_layer(index), f"model.layers.{index}.", cache, kind)
+        own = geometry.of_layer(index)
+        writes = not geometry.shares(index)
+        return Block(own, f"model.layers.{index}.", cache, kind, writes=writes)
 
     def exit_block(self, index: int) -> Block:
         """A block of the exit head."""
@@ -320,7 +385,14 @@ class Model(NamedTuple):
         if eagle is not None:
             return Block(eagle.block, prefix, cache, FULL, eagle)
         layer = geometry.head_layers(self.head.blocks)[index]
-        return Block(geometry.of_head, prefix, cache, geometry.kind(layer), mlp=self.head.mlp)
+        own = geometry.of_head(layer)
+        return Block(own, prefix, cache, geometry.kind(layer), mlp=self.head.mlp)
+
+    @property
+    def embeddings(self) -> Table:
+        """The embeddings of the base model."""
+        geometry = self.geometry
+        return Table(EMBEDDING, geometry.hidden_size, geometry.embedding_scale)
 
     @property
     def final_norm(self) -> Norm:
@@ -357,32 +429,84 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
         Logits from the last stage, hidden states from the others.
     """
     geometry, head = model
-    if layers.start == 0:
-        x = o.embed(x)
-    embedded = x
     states: list[X] = []
-    for index in layers:
-        x = block(o, model.layer(index), x)
-        if index == head.layer - 1:
-            _write_exit_caches(o, model, x)
-        if index + 1 in head.read_layers:
-            states.append(x)
+    embedded = state = x
+    for index, state in base_layers(o, model, x, layers):
+        if index == layers.start:
+            embedded = state
+            continue
+        if index == head.layer:
+            _write_exit_caches(o, model, state)
+        if index in head.read_layers:
+            states.append(state)
     if states and head.eagle:
         _write_eagle(o, model, embedded, states)
     elif states:
         o.write_state(deep_state(o, model, states), "deep_state")
     if layers.stop < geometry.num_layers:
-        return x
+        return state
     columns = Linear(LM_HEAD, geometry.vocab_size)
-    return o.logits(o.last(x), columns, model.final_norm, geometry.logit_cap)
+    return o.logits(o.last(state), columns, model.final_norm, geometry.logit_cap)
+
+
+def base_layers(o: Operations[X], model: Model, x: X, layers: range) -> Iterator[tuple[int, X]]:
+    """The hidden states before and after each base layer, with the number of layers before them.
+
+    Args:
+        o: The table of operations.
+        model: The model.
+        x: Token ids for the first layer, hidden states otherwise.
+        layers: The base layers, in order.
+    """
+    inputs: Sequence[X] = ()
+    if layers.start == 0:
+        ids = x
+        x = o.embed(ids, model.embeddings)
+        inputs = _layer_inputs(o, model.geometry, ids, x)
+    yield layers.start, x
+    for index in layers:
+        x = block(o, model.layer(index), x, inputs[index] if inputs else None)
+        yield index + 1, x
+
+
+def after_layers(o: Operations[X], model: Model, x: X, count: int) -> X:
+    """The hidden states after the first ``count`` layers, from token ids x."""
+    for _, state in base_layers(o, model, x, range(count)):
+        x = state
+    return x
+
+
+def _layer_inputs(o: Operations[X], geometry: Geometry, ids: X, embedded: X) -> Sequence[X]:
+    """The inputs of all layers from token ids. Their product is normalized as if it was divided by
+    the root of the hidden size."""
+    size = geometry.input_size
+    count = geometry.input_layers
+    if not size:
+        return []
+    table = Table(INPUTS, count * size, (size / 2) ** 0.5)
+    norm = norm_of(geometry, INPUT_NORM)
+    norm = norm._replace(eps=norm.eps * geometry.hidden_size, groups=count)
+    projected = o.product(embedded, [Linear(INPUT_PROJECTION, table.columns)], "projected_inputs")
+    found = o.add([o.embed(ids, table)], o.norm(projected, norm), "inputs")
+    return o.split(found, [size] * count, [f"input_{index}" for index in range(count)])
+
+
+def _add_input(o: Operations[X], of: Block, x: X, given: X) -> X:
+    """Add a layer's input, gated by its state x."""
+    geometry = of.geometry
+    gate = [Linear(f"{of.prefix}input_gate_proj", geometry.input_size)]
+    active = o.activate(
+        o.product(x, gate, f"{of.prefix}input_gate"), of, f"{of.prefix}input_active"
+    )
+    gated = o.multiply(active, given, f"{of.prefix}input_gated")
+    layer = [Linear(f"{of.prefix}input_out_proj", geometry.hidden_size)]
+    added = o.norm(o.product(gated, layer, f"{of.prefix}input_out"), of.norm("input_norm"))
+    return o.add([x], added, f"{of.prefix}with_input")
 
 
 def draft(o: Operations[X], model: Model, x: X) -> X:
     """The first N layers and the exit head: logits of token ids x."""
-    x = o.embed(x)
-    for index in range(model.head.layer):
-        x = block(o, model.layer(index), x)
-    return exit_head(o, model, x)
+    return exit_head(o, model, after_layers(o, model, x, model.head.layer))
 
 
 def exit_head(o: Operations[X], model: Model, x: X) -> X:
@@ -418,12 +542,17 @@ def finish_head(o: Operations[X], model: Model, x: X) -> X:
     return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
 
 
-def block(o: Operations[X], of: Block, x: X) -> X:
-    """A block's output for hidden states x."""
+def block(o: Operations[X], of: Block, x: X, given: X | None = None) -> X:
+    """A block's output for hidden states x, and the layer's inputs if there are any."""
     attended = attend(o, of, x, [x])
     if of.geometry.parallel:
         return _feed(o, of, x, of.norm("input_layernorm"), attended)
-    return feed_forward(o, of, attended)
+    x = feed_forward(o, of, attended)
+    if given is not None:
+        x = _add_input(o, of, x, given)
+    if not of.geometry.layer_scale:
+        return x
+    return o.multiply(x, o.weight(f"{of.prefix}{LAYER_SCALE}", 1), of.output)
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
@@ -480,12 +609,18 @@ def _feed(o: Operations[X], of: Block, x: X, norm: Norm | None, to: X) -> X:
     behind = geometry.norm_behind
     name = f"{prefix}down" if behind else f"{prefix}out"
     residual = () if behind else (to,)
-    if geometry.experts is None:
+    experts = geometry.experts
+    if experts is None:
         inner, down = _inner(o, of, x, norm)
         added = o.product(inner, [down], name, residual=residual)
+    elif experts.beside:
+        inner, down = _inner(o, of, x, norm)
+        dense = o.norm(o.product(inner, [down], f"{prefix}dense"), of.norm(MLP_NORM))
+        mixed = o.mixture(x, of, mixture_of(of), f"{prefix}mixed", of.norm(EXPERTS_NORM), ())
+        added = o.add([dense], o.norm(mixed, of.norm(MIXED_NORM)), name)
     else:
-        if geometry.experts.shared:
-            residual = (*residual, _shared(o, of, geometry.experts, x, norm))
+        if experts.shared:
+            residual = (*residual, _shared(o, of, experts, x, norm))
         added = o.mixture(x, of, mixture_of(of), name, norm, residual)
     if not behind:
         return added
@@ -523,7 +658,10 @@ def mixture_of(of: Block) -> Mixture:
     assert experts is not None
     names = (f"{of.prefix}mlp.experts.{index}" for index in range(experts.count))
     parts = [_mlp(name, of.geometry, experts.size, experts.bias) for name in names]
-    return Mixture(Linear(f"{of.prefix}{ROUTER}", experts.count, experts.bias), parts)
+    router = Linear(f"{of.prefix}{ROUTER}", experts.count, experts.bias)
+    if not experts.beside:
+        return Mixture(router, parts)
+    return Mixture(router, parts, of.norm(ROUTER_NORM), f"{of.prefix}{EXPERT_SCALES}")
 
 
 def _mlp(name: str, geometry: Geometry, inner: int, bias: bool) -> tuple[Linear, Linear, Linear]:
@@ -539,23 +677,37 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
     """
     geometry = of.geometry
     prefix = of.prefix
-    heads = {"q": geometry.num_heads, "k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
-    if not attends:
-        del heads["q"]
+    heads = {"q": geometry.num_heads} if attends else {}
+    if of.writes:
+        heads |= {"k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
     widths = {part: count * geometry.head_dim for part, count in heads.items()}
     layers = [
         Linear(f"{prefix}self_attn.{part}_proj", width, geometry.qkv_bias)
         for part, width in widths.items()
+        if part != "v" or not geometry.keys_as_values
     ]
     has_norm = geometry.norm_before and of.eagle is None
     norm = of.norm("input_layernorm") if has_norm else None
     qkv = o.product(x, layers, f"{prefix}qkv", norm)
+    if geometry.value_norm and of.writes:
+        qkv = _with_normed_values(o, of, qkv, [layer.outputs for layer in layers])
     if geometry.qk_norm_joint:
         *normed, values = o.split(qkv, [*widths.values()], [f"{prefix}{part}" for part in widths])
         names = [f"self_attn.{part}_norm" for part in widths if part != "v"]
         parts = [o.norm(part, of.norm(one)) for part, one in zip(normed, names, strict=True)]
         qkv = o.concat([*parts, values], f"{prefix}qkv_normed")
     return o.attention(qkv, of, f"{prefix}attention", attends)
+
+
+def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int]) -> X:
+    """Queries, keys and normalized values, from those without norms: parts of these sizes. The last
+    part has the values, and may be the keys, too."""
+    geometry = of.geometry
+    names = [f"{of.prefix}part_{index}" for index in range(len(sizes))]
+    parts = o.split(x, sizes, names)
+    kept = parts if geometry.keys_as_values else parts[:-1]
+    norm = of.norm("values")._replace(groups=geometry.num_kv_heads, bare=geometry.head_dim)
+    return o.concat([*kept, o.norm(parts[-1], norm)], f"{of.prefix}qkv_normed")
 
 
 def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:

@@ -17,7 +17,8 @@ class RopeScaling:
     """Scaling of the rotary frequencies, by a rule that does not depend on the length of the text.
 
     Attributes:
-        kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
+        kind: ``linear``, ``llama3``, ``yarn``, ``longrope`` or ``proportional``, whose frequencies
+            are the first of those of whole heads.
         factor: Factor by which the scaling extends the length of texts.
         original_max_position: Number of positions of the model before the scaling (llama3, yarn).
         low_freq_factor: Frequencies that turn fewer times than this over the original positions are
@@ -82,6 +83,8 @@ class Experts:
         shared: Intermediate size of an MLP that every token uses as well; 0 for no such MLP.
         shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
         bias: Whether router and experts have biases.
+        beside: Whether an MLP of the model's intermediate size runs next to the mixture. The router
+            then has its own norm, each expert a factor, and norms follow both.
 
     Raises:
         ValueError: A value is out of range.
@@ -95,6 +98,7 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
+    beside: bool = False
 
     def __post_init__(self) -> None:
         _check_size("the number of experts", self.count, MOST_LAYERS)
@@ -203,6 +207,19 @@ class Geometry:
             0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
             MLPs.
+        full_heads: KV heads, and values of a head, of full layers; empty: ``num_kv_heads`` and
+            ``head_dim``, which are always the sizes of the caches. A larger head takes several of
+            a cache's.
+        sliding_heads: The same of sliding layers.
+        value_norm: Whether the values of each head are normalized, without weights.
+        keys_as_values: Whether full layers have no projection of values: they take the keys before
+            their norm.
+        shared_from: The first of the last layers that have no keys and values, and read those of
+            the last layer of their kind before it; 0: there are none.
+        shared_size: Intermediate size of these layers; 0: that of the others.
+        input_size: Columns of the input that each layer gets from the token; 0: there is none.
+        input_layers: Number of layers in the table of these inputs.
+        layer_scale: Whether a factor multiplies the output of each layer.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -247,6 +264,15 @@ class Geometry:
     delta: DeltaRule | None = None
     local_theta: float = 0.0
     experts: Experts | None = None
+    full_heads: tuple[int, ...] = ()
+    sliding_heads: tuple[int, ...] = ()
+    value_norm: bool = False
+    keys_as_values: bool = False
+    shared_from: int = 0
+    shared_size: int = 0
+    input_size: int = 0
+    input_layers: int = 0
+    layer_scale: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -266,7 +292,7 @@ class Geometry:
         if fault := first_fault(
             {
                 f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads": (
-                    self.num_heads % self.num_kv_heads
+                    not self.own_heads and self.num_heads % self.num_kv_heads
                 ),
                 f"head_dim is {self.head_dim}, and must be even for rotary embeddings": (
                     self.head_dim % 2
@@ -297,7 +323,7 @@ class Geometry:
                 for name in scales
             },
             f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated": (
-                not 0 <= self.rotated <= self.head_dim // 2
+                not 0 <= 2 * self.rotated <= (self.full_heads or (0, self.head_dim))[1]
             ),
             f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers": (
                 0 < len(self.layer_kinds) < self.num_layers
@@ -318,6 +344,14 @@ class Geometry:
             "a state is too large for the caches": (
                 bool(kinds & {*RECURRENT}) and self.state_caches > WIDEST
             ),
+            "the heads of a kind of layer do not fit the caches": not self._heads_fit(),
+            "no layer has the keys and values of one that shares them": not self._shares_fit(),
+            "the inputs of layers are out of range": (
+                not 0 <= self.input_size <= LARGEST_SIZE
+                or not 0 <= self.shared_size <= LARGEST_SIZE
+                or not 0 <= self.input_layers <= MOST_LAYERS
+                or (self.input_size > 0) != (self.input_layers >= self.num_layers)
+            ),
             "a block has no norm": not (self.norm_before or self.norm_behind),
             "experts have gates, and no biases": (
                 self.experts is not None and (self.mlp_bias or not self.gated)
@@ -333,6 +367,24 @@ class Geometry:
             ),
         }
 
+    def _heads_fit(self) -> bool:
+        columns = self.num_kv_heads * self.head_dim
+        return all(
+            len(heads) == 2
+            and 0 < heads[0] <= self.num_heads
+            and self.num_heads % heads[0] == 0
+            and 0 < heads[1] <= WIDEST
+            and heads[1] % self.head_dim == 0
+            and heads[0] * heads[1] <= columns
+            for heads in self.own_heads
+        )
+
+    def _shares_fit(self) -> bool:
+        if not self.shared_from:
+            return True
+        owners = {*self.layer_kinds[: self.shared_from]}
+        return 0 < self.shared_from <= len(self.layer_kinds) and owners >= {*self.layer_kinds}
+
     def check_window(self, nodes: int) -> None:
         """Raise ValueError unless the window is longer than a round with this number of drafted
         nodes. The whole round must fit in it."""
@@ -347,9 +399,28 @@ class Geometry:
         return self.layer_kinds[layer] if self.layer_kinds else FULL
 
     @property
+    def own_heads(self) -> list[tuple[int, ...]]:
+        """The sizes of heads in kinds of layers that differ from those of the caches."""
+        return [heads for heads in (self.full_heads, self.sliding_heads) if heads]
+
+    def shares(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of another."""
+        return 0 < self.shared_from <= layer
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether verify can be split into stages: no layer needs anything of an earlier layer but
+        its states."""
+        return not self.shared_from and not self.input_size
+
+    @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention."""
-        return [one for one in range(self.num_layers) if self.kind(one) not in RECURRENT]
+        """The layers with attention and caches."""
+        return [
+            one
+            for one in range(self.num_layers)
+            if self.kind(one) not in RECURRENT and not self.shares(one)
+        ]
 
     def head_layers(self, blocks: int) -> list[int]:
         """The layers from which an untrained exit head copies the weights and kinds of its blocks:
@@ -372,7 +443,11 @@ class Geometry:
         return -(-size // self.cache_columns)
 
     def caches_of(self, layer: int) -> range:
-        """Indices of a layer's caches: one of keys and values, or several of states."""
+        """Indices of a layer's caches: one of keys and values, or several of states. A layer that
+        shares keys and values has those of another layer."""
+        if self.shares(layer):
+            kinds = self.layer_kinds[: self.shared_from]
+            layer = self.shared_from - 1 - kinds[::-1].index(self.kind(layer))
         more = self.state_caches - 1
         first = layer + more * sum(one in RECURRENT for one in self.layer_kinds[:layer])
         return range(first, first + 1 + more * (self.kind(layer) in RECURRENT))
@@ -380,7 +455,8 @@ class Geometry:
     @property
     def num_caches(self) -> int:
         """Caches of the base layers."""
-        return self.caches_of(self.num_layers - 1).stop
+        owners = min(self.num_layers, self.shared_from or self.num_layers)
+        return self.caches_of(owners - 1).stop
 
     @property
     def cache_columns(self) -> int:
@@ -392,14 +468,37 @@ class Geometry:
         """The geometry of blocks without experts, such as those of an exit head."""
         return replace(self, experts=None)
 
-    @property
-    def of_head(self) -> "Geometry":
-        """The geometry of an exit head's blocks: no experts, and the MLP after attention."""
-        return replace(self, experts=None, parallel=False)
+    def of_head(self, layer: int) -> "Geometry":
+        """The geometry of an exit head's block after the example of a layer: no experts, and the
+        MLP after attention."""
+        own = self.of_layer(layer)
+        return replace(
+            own, experts=None, parallel=False, input_size=0, input_layers=0, layer_scale=False
+        )
 
     def of_layer(self, layer: int) -> "Geometry":
-        """The geometry of a layer's block, with or without experts."""
-        return self.dense if self.experts is None or layer in self.experts.dense_layers else self
+        """The geometry of a layer's block: with or without experts, and with the sizes of its
+        heads."""
+        own = self.of_kind(self.kind(layer))
+        if self.shares(layer) and self.shared_size:
+            own = replace(own, intermediate_size=self.shared_size)
+        return own.dense if own.experts and layer in own.experts.dense_layers else own
+
+    def of_kind(self, kind: str) -> "Geometry":
+        """The geometry with the sizes of the heads of a kind of layer."""
+        if not self.own_heads:
+            return self
+        heads = self.sliding_heads if kind == SLIDING else self.full_heads
+        kv_heads, size = heads or (self.num_kv_heads, self.head_dim)
+        return replace(
+            self,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            full_heads=(),
+            sliding_heads=(),
+            keys_as_values=self.keys_as_values and kind == FULL,
+            rotated=self.rotated if kind == FULL else 0,
+        )
 
     @property
     def score_scale(self) -> float:
@@ -408,8 +507,10 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: D / 2, or D if sliding layers have a local base."""
-        return self.head_dim if self.local_theta else self.head_dim // 2
+        """Columns of the rotary tables: half of a head's values, and beside them those of sliding
+        layers if these have a base of their own."""
+        kinds = (FULL, SLIDING) if self.local_theta else (FULL,)
+        return sum(self.of_kind(kind).head_dim // 2 for kind in kinds)
 
     def on_rank(self, ranks: int) -> "Geometry":
         """The geometry of each rank of a split model. Raises :class:`EESDError` if the ranks cannot
@@ -430,6 +531,9 @@ class Geometry:
             "the gated delta rule": self.delta,
             "gated attention": self.attention_gate,
             "attention sinks": self.sinks,
+            "layers of different sizes": self.own_heads or self.shared_from,
+            "inputs of layers": self.input_size,
+            "an MLP next to experts": experts is not None and experts.beside,
         }
         part = next((part for part, has in unsplit.items() if has), None)
         if ranks > 1 and part:
@@ -589,4 +693,4 @@ def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
     head."""
     layers = range(exit_config.layer)
     own = [cache for layer in layers for cache in geometry.caches_of(layer)]
-    return [*own, *exit_caches(geometry, exit_config)]
+    return [*dict.fromkeys(own), *exit_caches(geometry, exit_config)]

@@ -336,6 +336,8 @@ class Manifest:
 
     def base_layers(self, graph: GraphInfo) -> range:
         """The base layers that ``graph`` runs: none for the draft of an EAGLE-3 head."""
+        if graph == self.draft:
+            return range(self.exit_head.layer)
         every = range(self.geometry.num_layers)
         layers = [one for one in every if self.geometry.caches_of(one).start in graph.caches]
         return range(min(layers, default=0), max(layers, default=-1) + 1)
@@ -444,7 +446,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if fault := head_fault(geometry, exit_head) or first_fault(
         {
             "states of layers in several stages": (
-                exit_head.read_layers and len(manifest.verify) > 1
+                (exit_head.read_layers or not geometry.has_stages) and len(manifest.verify) > 1
             ),
             "the draft vocabulary": not _draft_vocab_fits(manifest),
             "an unknown quantization": not _is_known(manifest.quantization),
@@ -507,7 +509,7 @@ def _check_stages(manifest: Manifest) -> None:
         layers = manifest.base_layers(stage)
         if layers.start != end or layers.stop < max(end + 1, manifest.exit_head.layer):
             raise ValueError("stages")
-        caches = [cache for one in layers for cache in geometry.caches_of(one)]
+        caches = [*dict.fromkeys(one for layer in layers for one in geometry.caches_of(layer))]
         end = layers.stop
         if number == 0:
             caches += exit_caches(geometry, manifest.exit_head)

@@ -41,6 +41,7 @@ DRAFT = "draft."
 PACKED = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".kv_proj.": (".k_proj.", ".v_proj."),
+    ".qk_proj.": (".q_proj.", ".k_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
     ".in_mixed_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_b_proj.", ".in_a_proj."),
 }

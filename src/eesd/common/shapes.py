@@ -8,7 +8,6 @@ from eesd.common.architecture import (
     DELTA_DECAY,
     DELTA_NORM,
     DELTA_TAPS,
-    EMBEDDING,
     SINKS,
     TAPS,
     XIELU,
@@ -17,6 +16,7 @@ from eesd.common.architecture import (
     Mixture,
     Model,
     Norm,
+    Table,
     block,
     draft,
     verify,
@@ -47,13 +47,20 @@ class Shapes:
         self.attended: list[int] = []
         self.rotates = False
 
-    def embed(self, ids: int) -> int:
-        geometry = self.model.geometry
-        self.weights[f"{EMBEDDING}.weight"] = (geometry.vocab_size, geometry.hidden_size)
-        return geometry.hidden_size
+    def embed(self, ids: int, table: Table) -> int:
+        self.weights[f"{table.name}.weight"] = (self.model.geometry.vocab_size, table.columns)
+        return table.columns
+
+    def weight(self, module: str, size: int) -> int:
+        self.weights[f"{module}.weight"] = (size,)
+        return size
+
+    def multiply(self, x: int, y: int, name: str) -> int:
+        return x
 
     def norm(self, x: int, norm: Norm) -> int:
-        self.weights[f"{norm.name}.weight"] = (x,)
+        if not norm.bare:
+            self.weights[f"{norm.name}.weight"] = (x // norm.groups,)
         if norm.bias:
             self.weights[f"{norm.name}.bias"] = (x,)
         return x
@@ -95,7 +102,11 @@ class Shapes:
         norm: Norm | None,
         residual: Sequence[int],
     ) -> int:
-        self.product(x, [mixture.router], name, norm)
+        if norm and mixture.router_norm:
+            self.norm(x, norm)
+        self.product(x, [mixture.router], name, mixture.router_norm or norm)
+        if mixture.scales:
+            self.weight(mixture.scales, len(mixture.experts))
         for gate, up, down in mixture.experts:
             self.product(self.product(x, [gate, up], name, activation="any"), [down], name)
         return x
@@ -111,8 +122,8 @@ class Shapes:
 
     def attention(self, qkv: int, block: Block, name: str, attends: bool) -> int:
         geometry = block.geometry
-        for part in ("q", "k") if attends else ("k",):
-            if geometry.qk_norm:
+        for part, there in {"q": attends, "k": block.writes}.items():
+            if geometry.qk_norm and there:
                 self.norm(geometry.head_dim, block.norm(f"self_attn.{part}_norm"))
         if geometry.sinks and attends:
             self.weights[f"{block.prefix}{SINKS}.weight"] = (geometry.num_heads,)
@@ -165,7 +176,8 @@ class Shapes:
 def block_weights(of: Block) -> dict[str, Shape]:
     """Name and shape of every weight of a block."""
     shapes = Shapes(Model(of.geometry, NO_HEAD))
-    block(shapes, of, of.geometry.hidden_size * (1 + (of.eagle is not None)))
+    inputs = of.geometry.input_size or None
+    block(shapes, of, of.geometry.hidden_size * (1 + (of.eagle is not None)), inputs)
     return shapes.weights
 
 

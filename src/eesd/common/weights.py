@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from eesd.common.architecture import Block, Model
+from eesd.common.architecture import Model
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError, refused
-from eesd.common.geometry import DELTA, ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.quantization import (
     BITS,
@@ -59,7 +59,7 @@ _SPLIT = {
 }
 """Layers that ranks split, by side. A deep state is split like keys and values."""
 
-_IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
+_IN_BLOCK = re.compile(r"(?:layers|blocks)\.([0-9]+)\.")
 """Pattern of the part of a weight's name that precedes its name within the block."""
 
 
@@ -193,11 +193,12 @@ def split_side(name: str) -> int | None:
 
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
     """Shapes of weights or biases of a block of the model or of a head."""
-    shapes = block_shapes(geometry.of_head) | block_shapes(geometry)
-    if DELTA in geometry.layer_kinds:
-        shapes |= block_weights(Block(geometry, "", 0, DELTA))
-    if parts[0].startswith(EXIT_HEAD):
-        shapes = block_weights(replace(Model(geometry, exit_config).exit_block(0), prefix=""))
+    model = Model(geometry, exit_config)
+    found = _IN_BLOCK.search(parts[0])
+    assert found
+    number = int(found[1])
+    of = model.exit_block(number) if parts[0].startswith(EXIT_HEAD) else model.layer(number)
+    shapes = block_weights(replace(of, prefix=""))
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]
 
 
@@ -237,11 +238,6 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
 def lm_head_name(geometry: Geometry) -> str:
     """Name of the base model's LM head; the embedding table if the two are tied."""
     return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
-
-
-def block_shapes(geometry: Geometry) -> dict[str, Shape]:
-    """Name within a block, and shape, of every weight of a decoder block of this geometry."""
-    return block_weights(Block(geometry, "", 0))
 
 
 def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:

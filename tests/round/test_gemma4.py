@@ -1,0 +1,237 @@
+"""Gemma 4: layers of other shapes, layers that read the keys and values of others, and inputs of
+layers, on each backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.batches import OPTIONS, alone, requests
+from support.batches import run as run_batch
+from support.command import add_tokenizer, assert_refused, run, succeed
+from support.family_grid import SMALL, FamilyCase
+from support.harness import Harness
+from support.lossless_checks import (
+    PROMPTS,
+    SAMPLINGS,
+    check_cache,
+    check_same_tokens,
+    check_tree_drafts,
+)
+from support.tiny_checkpoints import randomise
+from support.without_operators import needs_operators
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import eesd
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import load_manifest
+from eesd.controllers import make_controller
+from eesd.distill import teacher
+from eesd.distill.teacher import full_sequence_inputs
+from eesd.export.cli import main as export_main
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.loading import load_decoder, make_initial_head, save_exit_head
+from eesd.runtime.batch.scheduler import Scheduler
+from eesd.runtime.cli import main as run_main
+from eesd.runtime.llm import Speculation
+
+CONFIG: dict[str, Any] = SMALL | {
+    "vocab_size": 97,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
+    "global_head_dim": 12,
+    "intermediate_size": 48,
+    "use_double_wide_mlp": True,
+    "max_position_embeddings": 384,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 40,
+}
+"""Heads have 8 and 12 values, so a head of a cache has 4. torch's products with 12 inputs depend on
+the number of rows, with 16 they do not."""
+EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+DENSE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
+KINDS = {"inputs": {}, "experts": DENSE | EXPERTS | {"moe_intermediate_size": 24}}
+Shared = Callable[[str, Callable[[Path], object]], Path]
+
+
+def fill(kind: str, path: Path) -> None:
+    """A model, and a head of copied layers: the draft leaves out layers of small weights."""
+    model = FamilyCase("gemma4_text", CONFIG | KINDS[kind], 2).write(path / "whole")
+    weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in weights.model.layers[3:]:
+            layer.post_attention_layernorm.weight *= 0.05
+            layer.post_feedforward_layernorm.weight *= 0.05
+    weights.save_pretrained(path / "model")
+    add_tokenizer(path / "model")
+    checkpoint = Checkpoint(path / "model")
+    config = ExitConfig(2, base=checkpoint.fingerprint(), trained=True)
+    save_exit_head(make_initial_head(checkpoint, config), path / "head", torch.float32)
+    options = ("--exit-head", path / "head", "--dtype", "float32", "--quantize-draft", "none")
+    succeed(export_main, "--model", path / "model", "-o", path / "plans", *options)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def place(request: pytest.FixtureRequest, shared: Shared) -> Path:
+    return shared(f"gemma4 {request.param}", partial(fill, request.param))
+
+
+@pytest.fixture(scope="module", params=["own", "standard"])
+def harness(request: pytest.FixtureRequest, place: Path) -> Harness:
+    return Harness(place / "plans", standard=request.param == "standard")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_drafting_gives_the_tokens_of_plain_decoding(
+    harness: Harness, name: str, width: int
+) -> None:
+    controller = make_controller("fixed:k=4", seed=3)
+    accepted = judged = 0
+    for prompt in PROMPTS:
+        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
+        accepted = accepted + stats.accepted_tokens
+        judged = judged + sum(stats.verified_at_depth)
+    assert 0 < accepted < judged, "acceptance and rejection must both occur"
+    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller, width)
+    if width > 1:
+        check_tree_drafts(harness, PROMPTS[2], width)
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_a_batch_gives_the_tokens_of_each_request_alone(place: Path, backend: str) -> None:
+    """Rows that draft, prompts in pieces of 16 tokens, and beginnings that were kept."""
+    llm = eesd.load(place / "plans", backend, threads=1)
+    given = list(requests(12, seed=7))
+    scheduler = Scheduler(llm, OPTIONS)
+    for request, record in zip(given, run_batch(scheduler, given, every=2), strict=True):
+        assert record.tokens == alone(llm, request)
+    assert scheduler.prefixes.hits and not scheduler.kv_used
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        place / "model", dtype=torch.float32, experts_implementation="eager"
+    )
+    prompt = torch.tensor([PROMPTS[2]])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    for speculation in (None, Speculation(tree=2, guard=False), Speculation(guard=False)):
+        llm = eesd.load(place / "plans", backend, threads=1, speculation=speculation)
+        found = llm.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True).tokens
+        assert found == expected[0, len(PROMPTS[2]) :].tolist(), speculation
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_teacher_computes_the_model(
+    place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caches, as on CPUs, and without, as on GPUs."""
+    made = partial(full_sequence_inputs, whole=whole)
+    monkeypatch.setattr(teacher, "full_sequence_inputs", made)
+    decoder = load_decoder(Checkpoint(place / "model"))
+    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    hidden, _ = teacher.Teacher(decoder, range(1, 7), 4, "float32")(ids)
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        place / "model", dtype=torch.float32, experts_implementation="eager"
+    )
+    mask = torch.ones_like(ids)
+    expected = reference(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    for layer in range(1, 6):
+        torch.testing.assert_close(hidden[layer], expected[layer], rtol=1e-4, atol=1e-4)
+
+
+@needs_operators()
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_rounded_caches_are_the_same_in_drafts_and_without(place: Path, kind: str) -> None:
+    for tree in (1, 2):
+        speculation = Speculation("fixed:k=4", tree=tree, guard=False)
+        load = partial(eesd.load, place / "plans", threads=1, kv_cache_dtype=kind)
+        drafts = load(speculation=speculation)
+        plain = load(speculation=None)
+        found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
+        assert found.tokens == plain.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True).tokens
+        assert found.stats.accepted_tokens
+
+
+def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
+    """From the model alone: the whole model in 4 bits drafts, and nothing."""
+    ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
+    model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
+    drafts, plain = (
+        json.loads(succeed(run_main, *model, *ask, *more).stdout) for more in ((), ("--no-draft",))
+    )
+    assert drafts["tokens"] == plain["tokens"] and drafts["stats"]["accepted_tokens"]
+
+
+def test_the_text_model_of_a_whole_model_is_used_alone(tmp_path: Path) -> None:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+    }
+    parts = {"text_config": CONFIG, "vision_config": vision, "audio_config": None}
+    ids = {f"{name}_token_id": 80 for name in ("image", "video", "audio")}
+    whole = AutoConfig.for_model("gemma4", **parts, **ids)
+    model: Any = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    randomise(model, 1)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert "the text model alone" in checkpoint.config.notices[-1]
+    tokens = torch.tensor([PROMPTS[2]])
+    count = tokens.shape[1]
+    inputs = causal_inputs(checkpoint.geometry, 1, count, count)
+    caches = empty_caches(checkpoint.geometry, 1, count)
+    with torch.no_grad():
+        found = load_decoder(checkpoint)(tokens, inputs, caches)[0]
+        expected = model.eval()(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
+
+
+def test_caches_have_no_place_for_layers_that_read_others(place: Path) -> None:
+    manifest = load_manifest(place / "plans")
+    shares = manifest.geometry.shared_from > 0
+    assert manifest.num_caches == (5 if shares else 7)
+    assert manifest.draft.caches == (0, 1, manifest.num_caches - 1)
+    options = ("--exit-head", place / "head", "--stages", 2)
+    output = place / "stages"
+    if shares:
+        refused = run(export_main, "--model", place / "model", "-o", output, *options)
+        assert_refused(refused, "--stages 2 cannot be used")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"use_bidirectional_attention": "all"}, ("use_bidirectional_attention",)),
+        ({"hidden_activation": "silu"}, ("hidden_activation",)),
+        ({"num_kv_shared_layers": 6}, ("num_kv_shared_layers is 6",)),
+        ({"num_kv_shared_layers": 5}, ("no layer has the keys and values",)),
+        ({"per_layer_config": {"1": {"head_dim": 12}}}, ("per_layer_config",)),
+        ({"per_layer_config": [12]}, ("per_layer_config",)),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 5}, ("vocab_size",)),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ("rope scaling 'yarn'",)),
+        ({"hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": 97}, ("input",)),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    place: Path, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    for file in (place / "model").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((place / "model/config.json").read_text()) | changed
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_refused(run(export_main, "--model", tmp_path, "-o", tmp_path / "plans"), *words)
