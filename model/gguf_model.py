@@ -84,7 +84,7 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         {
             name.removeprefix(prefix): value
             for name, value in file.metadata.items()
-            if name.startswith(prefix)
+            if name.startswith((prefix, "xielu."))
         },
         prefix,
     )

@@ -1,7 +1,9 @@
 """Apertus: norms of queries and keys, and an MLP without a gate, whose activation xielu has two
 parameters in each block."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +14,12 @@ from eesd.model.arrays import Array, to_float32
 from eesd.model.family import (
     ChangedTensor,
     Family,
+    Gguf,
     Own,
     Sizes,
     StoredTensor,
     Tensors,
+    as_stored,
     attention_biases,
     renamed,
     rope_or,
@@ -37,18 +41,46 @@ NAMES = {
 }
 NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 """Names of the stored numbers of xielu."""
+GGUF_NUMBERS = "xielu"
+"""Field for the numbers in the metadata of a GGUF file."""
 
 
 def _rope_fields(fields: Fields) -> Fields:
     return rope_or(fields, ROPE)
 
 
-def _own(fields: Fields, _: Sizes) -> Own:
+def _own(fields: Fields, sizes: Sizes) -> Own:
     for name, only in {"qk_norm": True, "post_norm": False, "mlp_bias": False}.items():
         if fields.flag(name, only) is not only:
             raise ValueError(f"{name} must be {str(only).lower()}, as in all published models")
     fields.taken.add("hidden_dropout")  # only in training
-    return Own(attention_biases(fields) | {"qk_norm": True, "gated": False})
+    parts = attention_biases(fields) | {"qk_norm": True, "gated": False}
+    return Own(parts, values=_stored_in_metadata(fields, sizes.layers))
+
+
+def _stored_in_metadata(fields: Fields, layers: int) -> dict[str, Array]:
+    """xielu's factors in a GGUF file, whose metadata has its numbers for each layer."""
+    given = fields.take(GGUF_NUMBERS, None)
+    if given is None:
+        return {}
+    for name, row in zip(NUMBERS, given, strict=True):
+        numeric = isinstance(row, list) and all(type(one) in (int, float) for one in row)
+        if not numeric or len(row) != layers or not np.isfinite(row).all():
+            raise ValueError(f"xielu.{name} must have a number for each of the {layers} layers")
+    numbers = np.array(given, np.float32)
+    for name, row, only in zip(NUMBERS[2:], numbers[2:], (XIELU_SLOPE, XIELU_LIMIT), strict=True):
+        if (np.abs(row / only - 1) > 0.05).any():
+            raise ValueError(f"xielu.{name} must be {only}, as in published models")
+    factors = np.logaddexp(0, numbers[:2].T) + np.array([0, XIELU_SLOPE])
+    names = (f"model.layers.{layer}.{XIELU}.weight" for layer in range(layers))
+    return dict(zip(names, factors.astype(np.float32), strict=True))
+
+
+def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    # A file without a scaling has none.
+    rope = raw["rope_scaling"] or {"rope_type": "default"}
+    numbers = [own.take(f"xielu.{number}") for number in NUMBERS]
+    return {GGUF_NUMBERS: numbers, "rope_scaling": rope}
 
 
 def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
@@ -89,4 +121,5 @@ APERTUS = Family(
     rope_fields=_rope_fields,
     own=_own,
     tensors=_tensors,
+    gguf=Gguf("apertus", fields=_of_gguf, tensors=as_stored),
 )

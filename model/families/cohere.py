@@ -2,14 +2,18 @@
 embedding pairs neighbouring values. Cohere 2 has a window in most layers; its other layers do not
 rotate."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import frexp
+from typing import Any
 
 from eesd.common.geometry import SLIDING, UNROTATED
 from eesd.common.weights import FINAL_NORM
 from eesd.model.family import (
+    LAYER_NORM_EPS,
     LAYER_TYPES,
     Family,
+    Gguf,
     Own,
     Sizes,
     attention_biases,
@@ -52,6 +56,16 @@ def _own_of_2(fields: Fields, sizes: Sizes) -> Own:
     return own._replace(parts={**own.parts, "layer_kinds": kinds, "window": window})
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": own.number("logit_scale")}
+
+
+def _of_gguf_2(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    window = own.integer("attention.sliding_window")
+    pattern = own.integer("attention.sliding_window_pattern", 4)
+    return _of_gguf(own, raw) | {"sliding_window": window, "sliding_window_pattern": pattern}
+
+
 COHERE = Family(
     "cohere",
     "CohereForCausalLM",
@@ -61,10 +75,12 @@ COHERE = Family(
     tied=True,
     interleaved=True,
     own=_own,
+    gguf=Gguf("command-r", fields=_of_gguf, eps=LAYER_NORM_EPS, interleaved=True),
 )
 COHERE2 = replace(
     COHERE,
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     own=_own_of_2,
+    gguf=Gguf("cohere2", fields=_of_gguf_2, eps=LAYER_NORM_EPS, interleaved=True),
 )

@@ -1,12 +1,21 @@
 """Qwen2-MoE: Qwen2 with experts in some layers, and a gated expert that every token uses."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from eesd.common.geometry import Experts
-from eesd.model.experts import apart, take_experts
+from eesd.common.architecture import SHARED
+from eesd.common.geometry import Experts, Geometry
+from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
 from eesd.model.families.qwen3_moe import dense_layers
-from eesd.model.family import Family, Own, Sizes, take_layer_types
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, take_layer_types
 from eesd.model.fields import Fields
+from eesd.model.safetensors_file import CheckpointTensor
+
+GGUF_SHARED = {"ffn_gate_inp_shexp": f"{SHARED}_gate"} | {
+    f"ffn_{part}_shexp": f"{SHARED}.{part}_proj" for part in ("gate", "up", "down")
+}
+"""llama.cpp's names of the shared expert."""
 
 
 def _window(fields: Fields, layers: int) -> int | None:
@@ -37,6 +46,25 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own(parts, _window(fields, sizes.layers))
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    return gguf_counts(own, **sizes)
+
+
+def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """The tensors with those of experts apart. A file may store the gate of the shared expert
+    without its dimension of 1."""
+    found = apart(tensors, geometry)
+    for name, tensor in found.items():
+        whole = (1, geometry.hidden_size)
+        if isinstance(tensor, CheckpointTensor) and name.endswith(f"{SHARED}_gate.weight"):
+            found[name] = replace(tensor, shape=whole if len(tensor.shape) == 1 else tensor.shape)
+    return found
+
+
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
@@ -45,4 +73,5 @@ QWEN2_MOE = Family(
     inner=5632,
     own=_own,
     tensors=apart,
+    gguf=Gguf("qwen2moe", GGUF_NAMES | GGUF_SHARED, fields=_of_gguf, tensors=_of_gguf_tensors),
 )
