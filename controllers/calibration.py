@@ -248,7 +248,7 @@ class CostAwareTS(CalibratedDraft):
     def begin_round(self, width: int) -> int | None:
         super().begin_round(width)
         self._width = width
-        self._fixed = None if self.value.draft.fitted else int(self.value.verify.fitted)
+        self._fixed = None if self.value.draft.table else int(bool(self.value.verify.table))
         # Decide step by step: every label teaches the calibration.
         return 0 if self._fixed == 0 else None
 
@@ -270,8 +270,6 @@ class RejectionTS(CostAwareTS):
     The lengths depend on the draft, the seed and the accepted tokens, but not on the clock or other
     requests. So a seed gives one text.
     """
-
-    steps_at_once: ClassVar = 1  # the same alone and in a batch
 
     def __init__(self, seed: int, prior: CalibrationPrior | None) -> None:
         value = RoundValue()

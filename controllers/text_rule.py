@@ -155,7 +155,7 @@ class TextRule:
         """
         if self._load is not None:
             return self._load.copied(values, drafts)
-        if not self.value.verify.fitted:
+        if not self.value.verify.table:
             return 0
         best, most = self._best(values)
         self._text_worth = most
@@ -174,7 +174,7 @@ class TextRule:
             values: For each token, the chance that it and all before it are right, given the draft.
             nodes: Drafted nodes that are verified.
         """
-        if self.drafts < FIRST_DRAFTS or not self.value.verify.fitted:
+        if self.drafts < FIRST_DRAFTS or not self.value.verify.table:
             return 0
         right = self.whole / self.drafting.rounds
         return self._best(values, nodes, right, SIZES_AFTER_DRAFT)[0]

@@ -55,7 +55,8 @@ class CostCurve:
         self.samples: dict[int, tuple[float, float]] = {}
         """By count: weight (in samples; it falls as they age), and mean seconds."""
         self._from_zero = from_zero
-        self._table: list[float] = []
+        self.table: list[float] = []
+        """Seconds of the counts 0, 1, ...; empty before :meth:`fit`."""
         self._slope = 0.0
         """Mean slope of the table."""
 
@@ -79,14 +80,9 @@ class CostCurve:
         }
         self.samples = aged | {count: (samples + 1, mean)}
 
-    @property
-    def fitted(self) -> bool:
-        """Whether there is a table."""
-        return bool(self._table)
-
     def _expected(self, count: int) -> float:
         """The expected cost of a count without samples."""
-        if not self.fitted:
+        if not self.table:
             self.fit()
         return self.seconds(count)
 
@@ -115,22 +111,22 @@ class CostCurve:
             table += [y + rise * further for further in range(following - n)]
         table += [end + slope * further for further in range(max(LONGEST - last, 0) + 1)]
         # No count costs more than a larger one: disturbances only ever add time.
-        self._table = [max(seconds, 1e-9) for seconds in accumulate(reversed(table), min)][::-1]
+        self.table = [max(seconds, 1e-9) for seconds in accumulate(reversed(table), min)][::-1]
         if self._from_zero:
-            self._table[0] = 0.0
-        self._slope = (self._table[-1] - self._table[0]) / max(len(self._table) - 1, 1)
+            self.table[0] = 0.0
+        self._slope = (self.table[-1] - self.table[0]) / max(len(self.table) - 1, 1)
 
     def seconds(self, count: int) -> float:
         """Fitted cost of a count. Beyond the table's end it rises with the table's mean slope."""
-        table = self._table
+        table = self.table
         beyond = count - len(table) + 1
         return table[count] if beyond <= 0 else table[-1] + self._slope * beyond
 
     def costs(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """Fitted costs of several counts."""
-        last = len(self._table) - 1
+        last = len(self.table) - 1
         beyond = np.maximum(counts - last, 0)
-        return np.array(self._table)[np.minimum(counts, last)] + self._slope * beyond
+        return np.array(self.table)[np.minimum(counts, last)] + self._slope * beyond
 
 
 class RoundValue:
@@ -161,7 +157,7 @@ class RoundValue:
         self.rounds += 1
         due = is_due(self.rounds)
         for curve in (self.draft, self.verify):
-            if curve.samples and (due or not curve.fitted):
+            if curve.samples and (due or not curve.table):
                 curve.fit()
         weight = 1.0 if self.rounds > 1 else FIRST_WEIGHT
         discount = min(DISCOUNT, 1 - 1 / (self.rounds + FIRST_WEIGHT))

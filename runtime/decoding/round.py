@@ -245,14 +245,27 @@ class Round:
         if sequence.unfilled:
             sequence.prefill()
         self.started = time.perf_counter()
-        self.most_depth = self._max_depth()
         self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(tokens))
+        # The bonus token must fit after the last level.
+        ends = [last + 1 - len(tokens) for last in sequence.engines.last_positions]
+        levels = [end for end in ends if end >= 0][:1]
+        self.most_depth = min(sequence.left - 1, manifest.max_tree_nodes, *levels)
         drafter = self.drafting.drafter
         if drafter is not None and self.most_depth >= 1 and self._allows(drafter.name):
             self.drafter = drafter
         sequence.sampler.begin_round(tokens)
         self.proposal = self._proposal()
-        self.tree = self._tree(tokens[-1])
+        if self.drafter is None:
+            self.tree = DraftTree(tokens[-1], self.most_nodes)
+        else:
+            self.tree = DraftTree(
+                tokens[-1],
+                self.most_nodes,
+                self.drafter.tree_width,
+                self.drafter.budget,
+                sequence.engines.in_place,
+                self.drafter.name,
+            )
         copied = self._copied()
         if copied:
             self.tree.follow(self.proposal.tokens[:copied], TEXT)
@@ -363,19 +376,6 @@ class Round:
             )
         return result
 
-    def _tree(self, root_token: int) -> DraftTree:
-        drafter = self.drafter
-        if drafter is None:
-            return DraftTree(root_token, self.most_nodes)
-        return DraftTree(
-            root_token,
-            self.most_nodes,
-            drafter.tree_width,
-            drafter.budget,
-            self.sequence.engines.in_place,
-            drafter.name,
-        )
-
     def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
         """The outcome for the observers.
 
@@ -469,13 +469,6 @@ class Round:
         """Whether the guard lets a drafter draft now; see :meth:`Guard.allows`."""
         guard = self.drafting.guard
         return guard is None or guard.allows(drafter, sure)
-
-    def _max_depth(self) -> int:
-        """Maximum number of levels of the draft: the bonus token must fit after them."""
-        sequence = self.sequence
-        root = len(sequence.tokens) - 1
-        ends = [last - root for last in sequence.engines.last_positions if last >= root]
-        return min(sequence.left - 1, sequence.manifest.max_tree_nodes, *ends[:1])
 
     def _grow(self, outputs: StepOutputs, row: int) -> DraftStep | None:
         """Add a level to the tree. The outputs for the frontier begin in ``row``. If outputs are

@@ -272,6 +272,19 @@ def test_a_device_drafts_two_steps_before_it_asks(
     assert followed and 2 * len(levels) < 1.2 * len(told), "drafts go on after an answer"
 
 
+def test_a_call_of_one_row_returns_all_its_levels_and_one_of_several_rows_the_first(
+    harness: Harness,
+) -> None:
+    verify, draft = open_on_cpu(harness.directory)
+    calls = [Call(kv_cache, [7], [0], 0, levels=3) for kv_cache in verify.new_kv_caches(2)]
+    alone = [draft.forward([call])[0] for call in calls]
+    together = draft.forward(calls)
+    assert [outputs.levels for outputs in (*alone, *together)] == [3, 3, 1, 1]
+    for chain, first in zip(alone, together, strict=True):
+        assert chain.topk_ids is not None and first.topk_ids is not None
+        assert len(chain.topk_ids) == 3 and chain.topk_ids[:1].tolist() == first.topk_ids.tolist()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["torch", "ort"])
 def test_stages_with_a_shard_each_give_the_same_tokens(
