@@ -493,15 +493,17 @@ def _question(prompt: Prompt) -> str:
 
 def _comparison_object(comparison: Comparison) -> dict[str, Any]:
     divergence = comparison.divergence
-    return {
+    found: dict[str, Any] = {
         "speedup": comparison.speedup,
         "equal": divergence is None,
         "divergence": asdict(divergence) if divergence else None,
         "logits": asdict(comparison.logits),
         "plain": comparison.plain.to_dict(),
         "drafting": comparison.drafting.to_dict(),
-        **({"one_node": comparison.one_node.to_dict()} if comparison.one_node else {}),
     }
+    if comparison.one_node:
+        found["one_node"] = comparison.one_node.to_dict()
+    return found
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:

@@ -111,9 +111,8 @@ def completion_of(updates: Sequence[Update], request: Request) -> Completion:
     """The completion of a request from all its updates, the last of which has the finish reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
-    prompt = next(
-        (update.prompt_logprobs for update in updates if update.prompt_logprobs is not None), None
-    )
+    of_prompt = [update.prompt_logprobs for update in updates]
+    prompt = next((list(given) for given in of_prompt if given is not None), None)
     return Completion(
         "".join(output.text for output in outputs) + last.held,
         [output.token for output in outputs],
@@ -122,7 +121,7 @@ def completion_of(updates: Sequence[Update], request: Request) -> Completion:
         None
         if request.logprobs is None
         else [output.logprob for output in outputs if output.logprob],
-        None if prompt is None else list(prompt),
+        prompt,
         last.cached_tokens,
     )
 

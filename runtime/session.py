@@ -92,6 +92,7 @@ class Session(TokenSequence):
         self._unended: list[int] = []
         if request.min_tokens:
             self._unended = [t for t in self.ends if t < manifest.geometry.vocab_size]
+        columns = drafting.drafter.columns if drafting.drafter else WHOLE
         super().__init__(
             request.tokens,
             kv_cache,
@@ -100,7 +101,7 @@ class Session(TokenSequence):
             make_sampler(
                 request.sampling,
                 manifest.geometry.vocab_size,
-                drafting.drafter.columns if drafting.drafter else WHOLE,
+                columns,
                 self._allowed if request.constraint is not None or self._unended else None,
             ),
             request.max_new_tokens,

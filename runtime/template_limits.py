@@ -180,16 +180,17 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()
-        if isinstance(value, str) or not isinstance(value, Collection):
-            return len(value) if isinstance(value, str) else 0
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, Collection):
+            return 0
         size = STEP * len(value)
-        for item in (
-            ()
-            if isinstance(value, range)
-            else [*value, *value.values()]
-            if isinstance(value, Mapping)
-            else value
-        ):
+        items: Collection[Any] = value
+        if isinstance(value, range):
+            items = ()
+        elif isinstance(value, Mapping):
+            items = [*value, *value.values()]
+        for item in items:
             size += self._size(item, depth + 1)
             self._need(size)
         return size

@@ -61,15 +61,14 @@ def arranged(
     levels = levels.view(inputs, outputs)
     signed = not kind.startswith("u")
     middle = 1 << (bits - 1) if signed else 0
-    zeros = (
-        None
-        if weight.zeros is None
-        else fields(weight.zeros)[: blocks * outputs].reshape(blocks, outputs)
-    )
+    zeros = None
+    if weight.zeros is not None:
+        found = fields(weight.zeros)[: blocks * outputs].reshape(blocks, outputs)
+        zeros = as_torch(found).to(device)
     return QuantizedWeight(
         _words(levels ^ middle, bits),  # the level -128 or -8 becomes 0
         as_torch(weight.scales).to(device),
-        None if zeros is None else as_torch(zeros).to(device),
+        zeros,
         None if weight.minimums is None else as_torch(weight.minimums).to(device),
         bits,
         middle,

@@ -284,13 +284,11 @@ def _own_part(
     if side == INPUTS and isinstance(found, Tensor) and found.ndim == 1:
         return torch.zeros_like(found) if split.rank else found
     size = weight.shape[side]
-    sizes = (
-        [size // 2] * 2
-        if name.startswith(DEEP)
-        else [size]
-        if side == INPUTS
-        else _outputs(name, size, manifest)
-    )
+    sizes = [size]
+    if name.startswith(DEEP):
+        sizes = [size // 2] * 2
+    elif side != INPUTS:
+        sizes = _outputs(name, size, manifest)
     shares = split.ranges(sizes)
     if isinstance(found, Tensor):
         return torch.cat(
