@@ -531,6 +531,7 @@ def test_a_tree_that_sees_other_slots_or_in_another_order_is_caught(
     int8_plans: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
 ) -> None:
     llm = load(int8_plans, "ort", threads=1, speculation=TREE)
+    without_budget(llm)
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(cpu_engine, "_paths", mistake(cpu_engine._paths))
     found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
