@@ -78,7 +78,9 @@ def test_attentions_and_cache_updates_of_every_family_are_single_kernels(
 ) -> None:
     directory = export_engine(family_dir(name), tmp_path / "plans", "--dtype", dtype, *SHORT)
     manifest = load_manifest(directory)
-    attentions = len(manifest.geometry.attention_layers)
+    geometry = manifest.geometry
+    shared = sum(map(geometry.shares, range(geometry.num_layers)))
+    attentions = len(geometry.attention_layers) + shared
     draft = (1 if name == "lfm2" else 2), 2 * len(manifest.draft.caches)
     assert fused(directory) == [draft, (attentions, 2 * manifest.num_caches)]
 
