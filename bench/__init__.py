@@ -1,6 +1,6 @@
 """Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``),
 write reports (``report``).
 
-``report`` imports ``replay`` and ``measure``, ``replay`` imports ``measure``, and never the other
-way.
+``report`` imports ``replay`` and ``measure``; ``replay`` imports ``measure``. No import goes the
+other way.
 """

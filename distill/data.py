@@ -78,8 +78,8 @@ def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
 
 
 def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
-    """Count the uses of each token as a training target in the primary rows [V]. All tokens but the
-    first of each row are targets."""
+    """Count the uses of each token as a training target in the primary rows [V]. All tokens except
+    the first of each row are targets."""
     tokens = rows.tokens[: rows.num_primary, 1:]
     lengths = rows.lengths[: rows.num_primary, None] - 1
     return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)

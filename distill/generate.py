@@ -20,7 +20,7 @@ from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 2
 """Batches of texts in a shard. Larger shards keep rows busy: near the end of a shard, fewer and
-fewer have texts."""
+fewer rows have texts."""
 
 LONGEST_ECHO = 64
 LEAST_ECHO = 16

@@ -47,7 +47,7 @@ class LossOptions:
         ce: Weight of the cross-entropy on the teacher's most likely token.
         kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, with all
             other tokens as one outcome.
-        tv: Weight of the total variation distance from it.
+        tv: Weight of the total variation distance from the same distribution.
     """
 
     ce: float = 0.5

@@ -116,8 +116,8 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file; for a large file size, time of the last change, and SHA-256 of
-    samples. An edit that the samples miss changes the time."""
+    """The SHA-256 of a small file; for a large file, its size, the time of the last change, and the
+    SHA-256 of samples. An edit that the samples miss changes the time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
     info = link_info(file)

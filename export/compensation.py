@@ -81,8 +81,8 @@ def compensation(products: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """A pool of as many threads as torch uses. In each, torch is single-threaded: splitting every
-    small operation costs more than it gains."""
+    """A pool with torch's number of threads. In each of them, torch is single-threaded: splitting
+    every small operation costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -211,8 +211,8 @@ def _rounded_on(
 
 
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
-    """Lines that describe the model and its needs: ``size`` bytes of weights, of ``free`` bytes of
-    the disk."""
+    """Lines that describe the model and its needs: ``size`` bytes of weights, on a disk with
+    ``free`` bytes left."""
     geometry = manifest.geometry
     slots = manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
     weights = sum(map(prod, model_shapes(geometry).values()))
@@ -428,8 +428,8 @@ def _is_large(checkpoint: Checkpoint | Outline) -> bool:
 
 
 def _can_keep(tensors: Mapping[str, Quantization], dtype: str) -> bool:
-    """Whether engines of an element type can keep the levels of single tensors: 16 bits hold
-    products of those of MXFP4 exactly."""
+    """Whether engines of an element type can keep the levels of single tensors. With 16 bits, only
+    those of MXFP4 can be kept: their products are exact."""
     return dtype == "float32" or {*tensors.values()} == {MXFP4}
 
 

@@ -233,7 +233,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
     attention in float32.
 
-    Of ``tokens`` tokens, ``logits`` get logits, each with ``columns`` columns.
+    ``logits`` of the ``tokens`` tokens get logits, each of ``columns`` columns.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size

@@ -114,9 +114,9 @@ def make_graph(
 def _draft_folds(options: ExportOptions) -> bool:
     """Whether the draft folds query heads. Its results do not reach the output.
 
-    For one token, engines have a faster attention with heads apart. TensorRT-RTX has none for long
-    caches, and then copies the cache before reading it: once if heads are folded, once per head if
-    not.
+    For one token, engines have a faster attention with heads apart. TensorRT-RTX has no such
+    attention for long caches, and copies the cache before reading it: once if heads are folded,
+    once per head if not.
     """
     in_place = one_node_is_faster(options.max_seq_len, options.quantization)
     return options.dtype != "float32" and not in_place

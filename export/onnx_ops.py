@@ -609,7 +609,8 @@ class OnnxOperations:
         return self.node("Min", ["attn_mask", hidden])
 
     def _own_mask(self) -> str:
-        """The mask of an EAGLE-3 head, which hides the first slot from all tokens but the first."""
+        """The mask of an EAGLE-3 head, which hides the first slot from all tokens except the
+        first."""
         is_first = self.node("Equal", [self._numbers(3), self.constant(0)])
         follows = self.node("Greater", [self._own_slots(), self.constant(0)])
         hidden = self.node("And", [is_first, self._unsqueeze(follows, 1, 3)])
@@ -698,7 +699,7 @@ class OnnxOperations:
         keys = self._heads_apart(self._scattered(keys, own), rule.key_dim)
         keys = self.node("Transpose", [keys], perm=[0, 1, 3, 2])
         group = heads // rule.key_heads
-        # Two rows at least: ONNX Runtime adds the products of a single one in another order.
+        # Two rows at least: ONNX Runtime adds the products of a single row in another order.
         rows = self._grouped(self.node("Concat", [k, q], axis=2), keys, group)
         scores = self.nodes_of("Split", [rows], 2, axis=2, num_outputs=2)
         weights = [self.node("Mul", [one, decays]) for one in scores]
@@ -730,7 +731,8 @@ class OnnxOperations:
         )
 
     def _scattered(self, states: str, new: str) -> str:
-        """States [B, S, columns] with those of the call's tokens [B, n, columns]."""
+        """States [B, S, columns], with the ``new`` states [B, n, columns] in the slots of the
+        call's tokens."""
         return self.node("TensorScatter", [states, new, "write_indices"], axis=1)
 
     def _decays(self, logs: str) -> str:
@@ -754,8 +756,9 @@ class OnnxOperations:
     def _solved(self, weights: str, v: str, steps: str, deltas: str, name: str) -> list[str]:
         """The deltas of all slots, and those of the call's tokens [B, heads, n, D].
 
-        A token's delta needs those of the tokens before it, so one follows the other. Each is one
-        sum over all slots: its bits do not depend on the number of tokens in the call.
+        A token's delta needs the deltas of earlier tokens, so deltas are solved one after another.
+        Each is one sum over all slots, so its bits do not depend on the number of tokens in the
+        call.
         """
         inputs = [f"{name}.{part}" for part in ("old", "weights", "v", "steps", "slots")]
         old, row, value, step, slot = inputs

@@ -44,7 +44,7 @@ def plan_graph(
 
 def attend_to_first(graph: Any) -> None:
     """Let attention read only the first slots, one for each column of the mask, which then has
-    fewer than S.
+    fewer than S columns.
 
     Attention then copies only this part of the caches. The caches are still updated in place.
     """

@@ -61,7 +61,8 @@ class BuildOptions:
         prefill_chunk: Largest number of prompt tokens of a call.
         compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every
             supported GPU.
-        strip_weights: Whether plans have no weights. Loading then reads those of the directory.
+        strip_weights: Whether plans have no weights. Loading then reads the weights of the
+            directory.
     """
 
     flavour: str
@@ -234,7 +235,8 @@ def build(
 
 
 class Built(NamedTuple):
-    """A plan's file, and the numbers of its attentions and cache updates that are one kernel."""
+    """A plan's file, and the numbers of its attentions and cache updates that are single
+    kernels."""
 
     file: FileInfo
     attentions: int
@@ -341,8 +343,8 @@ def profile_nodes(
     """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for
     prefill.
 
-    The draft has one profile: with one for exactly one node and one for a range, the plan would
-    hold its weights twice. Verify is tuned for all nodes of a round if they are few.
+    The draft has one profile: with a profile for exactly one node and another for a range, the plan
+    would hold its weights twice. Verify is tuned for all nodes of a round if they are few.
     """
     if graph.file == manifest.draft.file:
         one = one_node_is_faster(manifest.max_seq_len, manifest.quantization)
@@ -358,9 +360,9 @@ def profile_shapes(
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
     The mask has a column for each slot that attention reads. In decoding, every node gets logits.
-    In prefill, one does; the profile allows two, because TensorRT-RTX expands the int8 weights of a
-    product for exactly one row to 16 bits. Several sequences decode together; each is prefilled
-    alone.
+    In prefill, one token does; the profile allows two, because TensorRT-RTX expands the int8
+    weights of a product for exactly one row to 16 bits. Several sequences decode together; each is
+    prefilled alone.
     """
     batch = options.max_batch
     slots = attended_slots(manifest, graph)

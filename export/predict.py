@@ -27,7 +27,7 @@ from eesd.runtime.engines.trt_plans import attended_slots
 KERNELS_PER_BLOCK = 13
 OTHER_KERNELS = 27
 """Measured numbers of kernels. A block has norms, products, rotation, cache updates, attention and
-activation; others are mask, embedding, head and copies."""
+activation; the other kernels are for mask, embedding, head and copies."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
 """Measured: times of a block's products with weights of 8 and 4 bits, relative to 16 bits, for one
@@ -241,7 +241,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
     if graph == manifest.draft and manifest.dtype == "float32":  # the CPU reads halved weights
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
-    # Of caches of states, only a single slot is read.
+    # Only a single slot is read from caches of states.
     read = len(needs_of(manifest, graph).attended)
     return weights + slots * slot_bytes(manifest, read) // ranks
 

@@ -52,8 +52,8 @@ def rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> Iterator[Checkpoint]:
-    """The checkpoint, with 4-bit levels for its weights that fit a text. The levels are readable
-    within the ``with`` block.
+    """The checkpoint, with 4-bit levels of its weights that were chosen for a text. The levels are
+    readable within the ``with`` block.
 
     Args:
         text: The text file.

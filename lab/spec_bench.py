@@ -169,8 +169,8 @@ class Questioning:
         self, questions: Sequence[Question], result: Result, fewer: set[int], first: bool
     ) -> Iterator[None]:
         """Ask the questions that ``result`` has no answers to: questions in ``fewer`` with all
-        samplings, other questions with the first sampling, and only if these are the ``first``
-        kernels. Yields after each question."""
+        samplings; other questions only with the first sampling and on the ``first`` kernels. Yields
+        after each question."""
         for directory, bench in self.benches.items():
             result.engines.setdefault(directory.resolve().name, bench.describe())
         self._warm_up(questions[0])

@@ -112,8 +112,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(general: Fields) -> tuple[Family, Gguf]:
-    """The family by ``general.architecture``. If several share one, the family whose key the file
-    has, or the one without a key."""
+    """The family by ``general.architecture``. If several families share it, the family whose key
+    the file has, or the family without a key."""
     name = general.take("general.architecture")
     known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
     found = [(family, one) for family, one in known if one.architecture == name]
@@ -248,7 +248,7 @@ def model_tensors(
     file: GgufFile, config: Mapping[str, Any]
 ) -> dict[str, CheckpointTensor | GgufTensor]:
     """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such
-    a name keeps the file's.
+    a name keeps its name in the file.
 
     Args:
         file: The file.

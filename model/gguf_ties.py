@@ -1,8 +1,8 @@
 """Equal scores in a SentencePiece vocabulary.
 
 Among neighbours whose tokens share the best score, llama.cpp merges the leftmost. The tokenizers
-library supports only an order of merges, so equal scores must be ordered, too. If the order can
-change tokens, the file is refused.
+library supports only a fixed order of merges, so equal scores must be ordered, too. If the order
+can change tokens, the file is refused.
 """
 
 from collections import Counter, defaultdict
@@ -61,7 +61,7 @@ def cuts(piece: AnyStr) -> Iterator[tuple[AnyStr, AnyStr]]:
 
 def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Pairs of pieces in which merging one first can prevent the other: pieces that overlap, and a
-    piece together with a better one that contains it."""
+    piece together with a better piece that contains it."""
     begins = defaultdict(set)
     for piece in tied:
         for left, _ in cuts(piece):

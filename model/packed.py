@@ -149,7 +149,7 @@ class PackedTensor:
         shape: [out, in].
         dtype: Element type of the dequantized weight.
         quantization: The quantization that keeps the levels of this tensor alone; None if the
-            levels of all linear weights are kept, or none.
+            levels of all linear weights are kept, or no levels.
 
     Raises:
         EESDError: A tensor is missing or has another shape.

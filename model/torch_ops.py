@@ -67,14 +67,15 @@ class Inputs:
             their own.
         sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
-        write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
+        write_indices: Slot of each sequence's first new token, [B]. The other tokens use the next
+            slots.
         attn_mask: Additive mask [B, 1, n, S]: 0 if a token sees a slot, -30000 if not. Kernels that
             derive the mask use only its shape.
         logit_rows: Indices [R] of the tokens whose logits verify computes, out of n; the same in
             every sequence. None for all tokens.
         tree: For kernels that derive the mask, if the tokens may be a tree: a number [B], below
-            which each token sees all slots, and for the following slots 1 in [B, n, width] where it
-            sees them. None if each token sees the slots up to its own.
+            which each token sees all slots; and [B, n, width] for the following slots, 1 if a token
+            sees the slot. None if each token sees the slots up to its own.
         whole: Whether the pass has whole sequences from their first tokens on, in which each token
             sees the tokens up to itself. It then uses neither caches nor a mask, and GPUs have fast
             kernels for this attention.
@@ -106,7 +107,7 @@ class Inputs:
         once, and kept in ``near``.
 
         A round's uncommitted slots are within the window of each of its nodes, because the window
-        is longer than a round. So a slot's number can serve as its position, also in a tree.
+        is longer than a round. So a slot's number can serve as its position, even in a tree.
         """
         if self.near is None:
             hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
@@ -458,7 +459,7 @@ class TorchOperations:
 
     def _inputs(self, block: Block | None = None) -> Inputs:
         """The inputs of a block. A block of EAGLE-3 has its own tables, and a mask that hides the
-        first slot from all tokens but the first."""
+        first slot from all tokens except the first."""
         inputs = self.inputs
         assert inputs is not None
         if block is None or block.eagle is None:
@@ -501,8 +502,8 @@ class TorchOperations:
         return gate_behind * self._convolved(state, block, TAPS, taps).to(x.dtype)
 
     def _convolved(self, state: Tensor, block: Block, name: str, taps: int) -> Tensor:
-        """The sums [B, n, columns] in float32 of a convolution over states, which the caches hold
-        first unless a pass has whole sequences."""
+        """The sums [B, n, columns] in float32 of a convolution over states, which the caches must
+        already hold, unless the pass has whole sequences."""
         columns = state.shape[2]
         weights = self.module(f"{block.prefix}{name}").weight[:, 0].float()
         total = torch.zeros_like(state, dtype=torch.float32)
@@ -571,7 +572,8 @@ class TorchOperations:
         _, keys, deltas, logs = torch.split(states, list(rule.parts), -1)
         keys = _heads(keys, rule.key_dim).permute(0, 2, 3, 1).contiguous()
         deltas = _heads(deltas, rule.value_dim).transpose(1, 2).contiguous()
-        # The decay of a slot's outer product until a token: of all slots that it sees after it.
+        # A slot's outer product decays until a token by the decays of all later slots that the
+        # token sees.
         seen = (inputs.attn_mask > MASKED / 2).expand(-1, rule.value_heads, -1, -1)
         logs = torch.where(seen, logs.transpose(1, 2)[:, :, None], 0)
         later = pad(logs[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
@@ -604,7 +606,7 @@ class TorchOperations:
         return torch.cat((keys, values), 1).transpose(1, 2).flatten(2)
 
     def parent_state(self, name: str, written: Tensor | None = None) -> Tensor:
-        """Read the states from the caches, which have the ``written`` ones, too."""
+        """Read the states from the caches, which include the ``written`` states."""
         size = self.model.geometry.hidden_size
         return self._read_states(self._ancestors(1), self.model.state_caches, size)
 

@@ -12,8 +12,8 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
 SHORT_ROUNDS = 4
 LONG_ROUNDS = 1
-"""Rounds of each length up to ``SHORT``, and of each longer length. Controllers choose roughly this
-mixture."""
+"""Numbers of rounds of each length up to ``SHORT``, and of each longer length. Controllers choose
+roughly this mixture."""
 PLAIN_ROUNDS = 6
 """Consecutive non-drafting rounds. The first half warms the processor's caches and is discarded."""
 

@@ -226,7 +226,8 @@ class Saved:
             ) from None
 
     def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
-        """The result to continue: with ``resume`` the file at ``path``, if it exists; else this.
+        """The result to continue: with ``resume`` the file at ``path``, if it exists; else this
+        result.
 
         Raises:
             EESDError: A file exists and is to be neither resumed nor overwritten, or an attribute
@@ -290,7 +291,7 @@ class Result(Saved):
         )
 
     def index_of(self, configuration: Configuration) -> int:
-        """The index of a configuration. A new one is added."""
+        """The index of a configuration. A new configuration is added."""
         if configuration not in self.configurations:
             self.configurations.append(configuration)
         return self.configurations.index(configuration)

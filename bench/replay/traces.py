@@ -69,7 +69,7 @@ class TracedRequest:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number of new tokens, T."""
         return len(self.accepted)
 
     @cached_property

@@ -13,7 +13,7 @@ FEWEST = 5
 
 
 def draw_result(result: Result, path: Path) -> None:
-    """Draw the configurations with the default controller, or all if there are none.
+    """Draw the configurations with the default controller, or all configurations if none has it.
 
     Raises:
         EESDError: matplotlib is missing, or another program wrote the file at ``path``.

@@ -57,7 +57,7 @@ def write_report(
 
 
 def _once(lines: Sequence[str]) -> list[str]:
-    """The lines without repeated paragraphs and the empty line after each."""
+    """The lines without repeated paragraphs, and without the empty line after each of them."""
     seen: set[str] = set()
     found: list[str] = []
     skipped = False

@@ -58,7 +58,7 @@ GATE_UP = ".gate_up_proj."
 
 
 class Columns(NamedTuple):
-    """Columns of a linear weight: ``stop`` is None for all of them."""
+    """Columns of a linear weight: ``stop`` is None for all columns."""
 
     weight: str
     start: int = 0
@@ -275,7 +275,8 @@ class _Builder:
         return self._small(f"{norm.name}.weight") if norm else self._small()
 
     def _residual(self, residual: Sequence[str], name: str) -> str:
-        """The sum of the residuals, which a product adds. In these graphs it is computed first."""
+        """The sum of the residuals. These graphs compute it first, because a product adds only one
+        tensor."""
         if len(residual) > 1:
             return self._node("Add", residual, f"{name}.residual", domain="")
         return residual[0] if residual else self._small()
@@ -478,8 +479,8 @@ class _Builder:
         return name
 
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
-        """The operators' parameters of weights. Of weights in two planes the draft reads only the
-        upper plane, unless ``whole``."""
+        """The operators' parameters of weights. The draft reads only the upper plane of weights in
+        two planes, unless ``whole``."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
         given = [self.locate(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]

@@ -57,7 +57,7 @@ def odd_texts(data: dict[str, Any], count: int) -> list[str]:
     """The texts of the test, and random ones: pieces that rules treat differently, and characters
     of many scripts.
 
-    Which characters are letters depends on Unicode's version, so only characters with a name in
+    Unicode's version decides which characters are letters, so only characters with a name in
     Python are used.
     """
     chance = random.Random(0)

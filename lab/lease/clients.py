@@ -1,4 +1,4 @@
-"""Clients of the server in a separate process, so that they take no time of the server's Python.
+"""Clients of the server in a separate process, so that they do not slow down the server's Python.
 
 It needs no packages besides the server's: a GPU that is lent for minutes has few.
 """

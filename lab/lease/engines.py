@@ -104,7 +104,8 @@ def random_engines(
         manifest: From :func:`made_up`.
         device: Torch device.
         exact: As in ``open_engines``: whether all rounds have the same node count.
-        fused: Whether blocks run the kernels of ``torch_fused.py``; None for on a GPU, if possible.
+        fused: Whether blocks run the kernels of ``torch_fused.py``; None uses them on a GPU, if
+            possible.
         levels: Engines with 4-bit weights in blocks and LM head: ``draft`` or ``both``.
     """
     dtype: torch.dtype = getattr(torch, manifest.dtype)

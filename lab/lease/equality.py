@@ -1,5 +1,5 @@
 """Check that a GPU computes the CPU's values for every family, and that drafting changes no token
-there."""
+on it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

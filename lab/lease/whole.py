@@ -169,8 +169,8 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
 
 
 def split(lease: Lease) -> dict[str, Any]:
-    """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the
-    device; and only kernels."""
+    """Milliseconds of the parts of a verify call and a draft call of one node (Python, launch, wait
+    for the device), and of their kernels alone."""
     llm, _ = scripted(lease, 7, exact=False)
     verify = llm.engines.verify
     draft = llm.engines.draft
@@ -199,7 +199,7 @@ def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any
         engine.forward([call])
         if on_gpu:
             torch.cuda.synchronize()
-    # The profiler lists the host's calls, too, each of which launched one of them.
+    # The profiler lists the host's calls, too, each of which launched a kernel.
     events = [
         event
         for event in profile.key_averages()

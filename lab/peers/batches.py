@@ -1,8 +1,8 @@
 """Many requests at once: throughput and latency of batches by concurrency, for EESD and other
 runtimes that batch.
 
-Each contestant is a separate process, and waits while another runs. For each concurrency, that many
-clients request one text after another. All contestants take turns, and then repeat.
+Each contestant is a separate process, and waits while another runs. At concurrency n, n clients
+request one text after another. All contestants take turns, and then repeat.
 """
 
 import statistics

@@ -24,7 +24,7 @@ class Peer:
 
     Attributes:
         worker: The runtime's file in ``workers/``.
-        modes: Ways to decode besides plainly.
+        modes: Ways to decode besides plain decoding.
         samples: Whether the runtime is also measured with a temperature.
     """
 
@@ -85,7 +85,7 @@ def of_variant(peer: str, variant: str, path: Path) -> list[Contestant]:
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    """The names that one of the patterns matches (``*`` stands for any text); all without patterns.
+    """The names that match a pattern (``*`` stands for any text); without patterns, all names.
 
     Raises:
         EESDError: A pattern matches nothing.

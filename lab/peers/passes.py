@@ -230,7 +230,7 @@ def _passes(
 def _in_turn(
     calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int
 ) -> dict[tuple[str, int], list[float]]:
-    """The seconds that the calls return. Their order rotates."""
+    """The seconds that the calls return. The order of the calls rotates."""
     found: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for turn in range(turns):
         for key in rotated([*calls], turn):

@@ -156,8 +156,8 @@ def make_optimizers(
 def make_model(
     family: str, vocab_size: int, hidden: int, intermediate: int, layers: int
 ) -> PreTrainedModel:
-    """Return a model with fresh weights and heads of size 64, two for each KV head. The layers'
-    outputs begin small."""
+    """Return a model with fresh weights and heads of size 64, two query heads for each KV head. The
+    layers' outputs begin small."""
     config = FAMILIES[family](
         vocab_size=vocab_size,
         hidden_size=hidden,

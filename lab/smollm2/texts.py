@@ -6,8 +6,8 @@ without questions of the tests.
 
 PACKAGES has a directory for each package of ``SOURCES``
 (``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``), CHECKOUTS one for each repository
-of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages, every second
-passage of prose as an answer in a chat, and conversations with the answers of people or other
+of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages (every second
+passage of prose is an answer in a chat), or conversations with the answers of people or other
 models. ``--asked`` also writes prompts about passages and about words of dictionaries.
 """
 
@@ -308,7 +308,7 @@ def roff(text: str) -> str:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Pieces of whole paragraphs of about ``PASSAGE`` characters."""
+    """Pieces of about ``PASSAGE`` characters, which consist of whole paragraphs."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > PASSAGE:
@@ -355,7 +355,7 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
     """Conversations with the answers of their source, for each source.
 
     The model also answers the questions of GPTeacher and grade-school-math itself. From the other
-    sources, these are the conversations that are not prompts.
+    sources, it has only the conversations that are not prompts.
     """
     for path in sorted((checkouts / "GPTeacher").glob("*/*instruct.json")):
         yield [chat(*pair) for pair in instructions(path)]

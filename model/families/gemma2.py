@@ -67,8 +67,8 @@ GGUF_NAMES = {
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
-    """``query_pre_attn_scalar``. llama.cpp recognizes by the number of ``layers`` the model whose
-    scalar is not the size of a head."""
+    """``query_pre_attn_scalar``. By the number of ``layers``, llama.cpp recognizes the model whose
+    scalar differs from the size of a head."""
     whole: int = raw["hidden_size"] // raw["num_attention_heads"]
     return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
 

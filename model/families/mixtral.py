@@ -44,7 +44,7 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Convert the tensors, also those of files from before March 2024, which have a tensor for each
+    """Convert the tensors, even those of files from before March 2024, which have a tensor for each
     expert."""
     old = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight"
     new = r"model.layers.\1.mlp.experts.\3.\2_proj.weight"

@@ -112,14 +112,14 @@ def _split_heads(
     parts: Mapping[str, Sequence[int]],
     heads: int,
 ) -> Tensors:
-    """Split a tensor whose rows have all parts of a head, then those of the next.
+    """Split a tensor whose rows have all parts of the first head, then all parts of the next head.
 
     Args:
         prefix: Prefix of the modules' names.
         kind: ``weight`` or ``bias``.
         tensor: The tensor.
-        parts: For each module, the number of rows of each part of a head. The module has one part
-            of all heads, then the next part.
+        parts: For each module, the number of rows of each part of a head. The module has the first
+            part of all heads, then the second part of all heads.
         heads: Number of heads.
     """
     rows = [count for counts in parts.values() for count in counts]

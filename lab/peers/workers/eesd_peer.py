@@ -13,8 +13,8 @@ PACKAGE = "eesd"
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """The option ``rows`` makes a batch of that many requests. Its mode determines when it drafts:
-    ``automatic``, ``always`` or ``never``."""
+    """Returns a batch of ``rows`` requests if there is the option ``rows``. The mode then
+    determines when it drafts: ``automatic``, ``always`` or ``never``."""
     import eesd
     from eesd.runtime.llm import Speculation
 

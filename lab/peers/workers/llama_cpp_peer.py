@@ -1,5 +1,5 @@
-"""llama.cpp, as the package xllamacpp carries it: plain decoding by calls of its C functions, and
-drafts by n-grams of the text (``ngram``) by its server."""
+"""llama.cpp, as the package xllamacpp carries it: plain decoding through its C functions, and
+n-gram drafts from the text (``ngram``) through its server."""
 
 import ctypes
 import json
@@ -49,7 +49,7 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Plain | Server":
-    """The option ``rows`` makes a server of that many slots."""
+    """Returns a server of ``rows`` slots if there is the option ``rows``."""
     file = str(Path(path) / FILE)
     if "rows" in options or options["mode"] == "ngram":
         return Server(file, options)
@@ -247,7 +247,7 @@ class Server:
             return list(pool.map(ask, prompts, counts))
 
     def logits(self, tokens: list[int]) -> None:
-        """None: they are those of plain decoding."""
+        """Return None: the logits are those of plain decoding."""
 
 
 def _drop(level: int, text: bytes, data: int) -> None:

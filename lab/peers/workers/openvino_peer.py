@@ -14,7 +14,7 @@ LOOKUP_NGRAM = 3
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Let OpenVINO GenAI read a GGUF file, and save the model that it writes beside the file, so
+    """Let OpenVINO GenAI read a GGUF file, and save the model that it makes beside the file, so
     that later loads are quick."""
     import openvino_genai as genai
 
@@ -28,7 +28,7 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """The option ``rows`` makes a batch of at most that many requests."""
+    """Returns a batch of at most ``rows`` requests if there is the option ``rows``."""
     import openvino_genai as genai
 
     properties = {"INFERENCE_NUM_THREADS": options["threads"]}
