@@ -233,7 +233,7 @@ def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64
         seed: Seed of the orders.
 
     Returns:
-        Indices [rows] of prompts: the given ones, then the model's own.
+        Indices [rows] of prompts: the given prompts, then the model's own.
     """
     times, places = np.divmod(np.arange(rows), given + own)
     before = places * own // (given + own)

@@ -132,7 +132,7 @@ class _EngineRows:
 class EngineTeacher:
     """Reads rows one after another, and returns the states that drafting will see.
 
-    Calls are those of :class:`~eesd.distill.teacher.Teacher`, and results are nearly the same.
+    It is called like :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same results.
     """
 
     CHUNK = 256

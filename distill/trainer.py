@@ -39,7 +39,7 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""Exponent of the mean of the weights in a run at a constant rate: step t counts as t to this
+"""Exponent of the mean of the weights in a run at a constant rate: step t has the weight t to this
 power, so that the mean lags by a fifth of the run."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Files of a checkpoint."""

@@ -83,8 +83,8 @@ def make_graph(
         exit_config: Configuration of the exit head.
         options: Options of the export.
         layers: Layers of the stage; None for all.
-        linked: Names of weights that stay in the checkpoint's layout. The graph transposes the
-            linear ones.
+        linked: Names of weights that stay in the checkpoint's layout. The graph transposes linear
+            weights.
     """
     if layers is None:
         layers = range(geometry.num_layers)

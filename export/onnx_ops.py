@@ -754,7 +754,7 @@ class OnnxOperations:
         return self.node("Reshape", [scores, self.node("Concat", [heads, shape], axis=0)])
 
     def _solved(self, weights: str, v: str, steps: str, deltas: str, name: str) -> list[str]:
-        """The deltas of all slots, and those of the call's tokens [B, heads, n, D].
+        """The deltas of all slots, and the deltas of the call's tokens [B, heads, n, D].
 
         A token's delta needs the deltas of earlier tokens, so deltas are solved one after another.
         Each is one sum over all slots, so its bits do not depend on the number of tokens in the

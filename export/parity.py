@@ -295,7 +295,7 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
 
 
 def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> dict[str, float]:
-    """Compare engines with those of another backend on a random text.
+    """Compare engines with the engines of another backend on a random text.
 
     The prompt runs in pieces. At the end of each number of slots that a plan's attention reads, a
     round and a draft step run, because attention may be wrong only for long texts.

@@ -168,8 +168,8 @@ def _seconds(
     counts: Sequence[int],
     ranks: int,
 ) -> list[float]:
-    """Seconds of a call for each number of nodes in ``counts``. Lists the weights only
-    once, because a graph with experts has many."""
+    """Seconds of a call for each number of nodes in ``counts``. Lists the weights only once,
+    because a graph with experts has many weights."""
     seconds = [hardware.host + TELLING * (ranks > 1) for _ in counts]
     for graph in graphs:
         as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)
@@ -214,7 +214,7 @@ def sum_seconds(
     manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int
 ) -> float:
     """Seconds of the sums over ranks in a pass, two per block. Each rank gets the parts of all
-    others and adds them."""
+    other ranks and adds them."""
     if ranks == 1:
         return 0.0
     received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8

@@ -181,7 +181,8 @@ def _ways() -> Iterator[tuple[str, Speculation | None, int]]:
 
 
 class _Batches:
-    """Requests of a batch, compared with those of a batch of one on the first engine."""
+    """Requests of a batch, compared with the same requests in a batch of one on the first
+    engine."""
 
     def __init__(self, new_tokens: int) -> None:
         self._new_tokens = new_tokens

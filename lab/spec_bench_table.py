@@ -116,7 +116,8 @@ def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
 
 
 def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
-    """The tables of a result, under a heading of this level, and those of the published systems."""
+    """The tables of a result, under a heading of this level, and the tables of the published
+    systems."""
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"

@@ -18,7 +18,7 @@ from eesd.model.safetensors_file import CheckpointTensor
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
 }
-"""Module names within a block, by those of llama.cpp, which stores all experts of a layer in one
+"""Module names within a block, by llama.cpp's names. llama.cpp stores all experts of a layer in one
 tensor."""
 _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 

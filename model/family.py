@@ -180,7 +180,8 @@ class Family:
             no such field.
         activation_names: The decoder's activations by the family's own names.
         partial_rotary: Default of ``partial_rotary_factor``; None to rotate the whole head.
-        interleaved: Whether neighbouring values of a head rotate together, not those of its halves.
+        interleaved: Whether neighbouring values of a head rotate together, and not values of its
+            two halves.
         rope_fields: Selects the fields of the rotary embedding from the config's.
         own: Reads the fields that other families do not have.
         tensors: Converts stored tensors to the decoder's.

@@ -129,8 +129,8 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
 
 
 def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
-    """Number of KV heads. If ``by_layer``, a file may list it for each layer, with 0 for layers
-    without attention."""
+    """Number of KV heads. If ``by_layer``, a file may list the number for each layer, with 0 for
+    layers without attention."""
     name = "attention.head_count_kv"
     given = own.take(name, raw["num_attention_heads"])
     if by_layer and isinstance(given, list):

@@ -141,8 +141,8 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
-    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. Values of
-    the two halves of D rotate in pairs."""
+    """Apply the rotary embedding to x [B, H, n, D]: the embedding of sliding layers if ``local``.
+    Values of the two halves of D rotate in pairs."""
     half = x.shape[-1] // 2
     columns = slice(-half, None) if local else slice(0, half)
     tables = (table[:, columns] for table in (inputs.cos, inputs.sin))
@@ -522,8 +522,8 @@ class TorchOperations:
     def delta_rule(self, x: Tensor, block: Block, name: str) -> Tensor:
         """States and outputs are computed in float32.
 
-        Torch's exponentials of float32 depend on an element's place in memory, those of float64
-        rarely do when they are rounded.
+        Torch's float32 exponentials depend on an element's place in memory. Its float64
+        exponentials, when rounded, rarely do.
         """
         rule = block.geometry.delta
         assert rule is not None

@@ -71,7 +71,7 @@ class Replay:
     Attributes:
         tokens, cost: Tokens and seconds of each request [R].
         rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. With
-            several seeds, those of the first.
+            several seeds, the rounds of the first seed.
         own_seconds: The controller's own time per round, measured on this machine.
     """
 

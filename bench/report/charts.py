@@ -44,7 +44,7 @@ def draw_result(result: Result, path: Path) -> None:
 
 
 def _label(summary: Summary, several: bool) -> str:
-    """Name of a configuration, different from those of all others in the chart."""
+    """Name of a configuration, different from all other names in the chart."""
     c = summary.configuration
     parts = [c.sampling, "chain" if c.width == 1 else f"tree of {c.width}"]
     parts += ["budget"] if c.budget else []

@@ -92,7 +92,7 @@ def _summary(
     costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
-    """Summarize runs by prompt: those of the configuration, of plain decoding, and of the fixed
+    """Summarize runs by prompt: the runs of the configuration, of plain decoding, and of the fixed
     length."""
     runs = list(own.values())
     plains = [plain[prompt] for prompt in own]

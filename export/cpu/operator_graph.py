@@ -263,7 +263,7 @@ class _Builder:
         return [packed] if packed in self._names else names
 
     def _experts_biases(self, mixture: Mixture) -> list[str]:
-        """The biases of gate and up of all experts, and those of down."""
+        """The biases of gate and up of all experts, and the biases of down."""
         inner = list[str]()
         outer = list[str]()
         for gate, up, down in mixture.experts:
@@ -443,7 +443,7 @@ class _Builder:
         return name
 
     def _find(self, name: str) -> str | None:
-        """The name of a weight in this graph: its own, or that of the draft's copy."""
+        """The name of a weight in this graph, or the name of the draft's copy."""
         if (
             name == LM_HEAD
             and name not in self._names

@@ -31,7 +31,7 @@ def commands(lease: Lease) -> dict[str, Any]:
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Run the tests for GPUs with torch, and on a GPU those of choices on the device. The step
+    """Run the tests for GPUs with torch, and on a GPU the tests of choices on the device. The step
     fails if a test fails."""
     files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
     shown = command(

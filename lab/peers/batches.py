@@ -28,7 +28,7 @@ BATCH_WORKERS = {
 }
 """Runtimes that batch. llama.cpp's server comes from the package xllamacpp."""
 MODES = ("automatic", "always", "never")
-"""Modes of EESD's batch, by when it drafts."""
+"""Modes of EESD's batch: by the load, in every round, or never drafting."""
 ROWS = 16
 """Maximum number of requests that a contestant runs at the same time."""
 

@@ -81,7 +81,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Quality:
-    """Next-token distributions of one contestant against those in float32, on held-out text.
+    """Next-token distributions of one contestant, compared with the float32 distributions, on
+    held-out text.
 
     Attributes:
         contestant: Its name.

@@ -1,6 +1,6 @@
-"""Gemma 4, text: heads of other sizes in full layers than in sliding ones, and normalized values.
-By model: inputs of layers from the tokens, layers that read the keys and values of earlier ones,
-values equal to keys, and a mixture of experts next to the MLP."""
+"""Gemma 4, text: heads of different sizes in full layers and in sliding layers, and normalized
+values. Some models have inputs of layers from the tokens, layers that read the keys and values of
+earlier layers, values equal to keys, or a mixture of experts next to the MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,7 +75,7 @@ class _Heads(NamedTuple):
 
 
 def _rope_fields(_: Fields) -> Fields:
-    return Fields({})  # each kind of layer has others
+    return Fields({})  # each kind of layer has different fields
 
 
 def _types(fields: Fields, layers: int) -> list[str]:
@@ -117,7 +117,7 @@ def _full_heads(fields: Fields, types: list[str], sliding: _Heads) -> _Heads:
 
 
 def _caches(sliding: _Heads, full: _Heads) -> dict[str, Any]:
-    """Sizes of the caches, and those of the heads of each kind of layer."""
+    """Sizes of the caches, and sizes of the heads of each kind of layer."""
     size = gcd(sliding.size, full.size)
     most = max(sliding.kv_heads * sliding.size, full.kv_heads * full.size)
     return {
@@ -152,7 +152,7 @@ def _full_rope(fields: Fields, size: int) -> dict[str, Any]:
 
 
 def _shared(fields: Fields, kinds: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The parts for layers that read the keys and values of others."""
+    """The parts for layers that read the keys and values of other layers."""
     count = fields.integer("num_kv_shared_layers", 0, optional=True, least=0)
     doubles = fields.flag("use_double_wide_mlp")
     if not count:

@@ -55,8 +55,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with those of experts apart. A file may store the gate of the shared expert
-    without its dimension of 1."""
+    """The tensors, with separate tensors for each expert. A file may store the gate of the shared
+    expert without its dimension of 1."""
     found = apart(tensors, geometry)
     for name, tensor in found.items():
         whole = (1, geometry.hidden_size)
