@@ -12,8 +12,8 @@ from eesd.common.weights import exit_head_shapes
 EXIT_LAYER = 2
 """Layers before the head, or a quarter of the layers of a small model."""
 LARGE_VOCABULARY = 16384
-"""With more tokens the LM head is a large part of a draft step, so the head predicts only a quarter
-of them."""
+"""Vocabulary size above which the LM head is a large part of a draft step, so the head predicts
+only a quarter of the tokens."""
 LEAST_DRAFTED = 8192
 MOST_DRAFTED = 16384
 """Bounds of the draft vocabulary."""

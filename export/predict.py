@@ -191,7 +191,7 @@ def _seconds(
 def _bytes_of_16_bits(
     manifest: Manifest, graph: GraphInfo, slots: int, ranks: int
 ) -> tuple[float, float]:
-    """Bytes of 16-bit weights that would take the time of reading the weights and the cache, in a
+    """Bytes of 16-bit weights that take the same time to read as the weights and the cache, in a
     pass over one node and over many.
 
     Kernels for quantized levels are slower than their bytes suggest. Float32 engines have no such

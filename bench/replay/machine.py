@@ -27,7 +27,7 @@ seconds."""
 
 
 def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Disturbance:
-    """Slow calls by these factors from round ``first`` on, until ``seconds`` have passed."""
+    """Slows calls down by these factors from round ``first`` on, until ``seconds`` have passed."""
     began: list[float] = []
 
     def factors(rounds: int, now: float) -> tuple[float, float]:

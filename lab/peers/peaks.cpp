@@ -1,4 +1,4 @@
-// Peaks of the machine, beside which passes are judged: reads of memory, and products of 8-bit integers in registers.
+// Peaks of the machine, with which passes are compared: reads of memory, and products of 8-bit integers in registers.
 //
 //     peaks THREADS    # writes JSON: seconds of each read of 256 MiB, and by kernels the products in a second
 
@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int64_t kBytes = 1 << 28;   // larger than any cache
-constexpr int kStreams = 4;           // one does not fill the queues of the memory
+constexpr int kStreams = 4;           // one stream does not fill the queues of the memory
 constexpr int kReads = 4;
 constexpr int64_t kRounds = 1000000;
 constexpr int kSums = 12;             // more than the products that are under way at a time
@@ -35,7 +35,7 @@ double seconds(int threads, const std::function<void(int)>& work) {
 
 #if defined(__x86_64__)
 
-// The compiler must take the value for new: else it would compute sums once that are the same.
+// The compiler must treat the value as new: if not, it would compute equal sums only once.
 template <class Vector>
 void renew(Vector& value) {
     asm volatile("" : "+x"(value));

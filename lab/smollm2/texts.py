@@ -406,8 +406,8 @@ def taken(
 def asked(
     pools: dict[str, list[str]], packages: Path, times: int, rng: random.Random
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and text of prompts about passages and about words of dictionaries, ``times`` the
-    numbers of ``MOST_ASKED``."""
+    """Kind and text of prompts about passages and about words of dictionaries: at most ``times``
+    the numbers in ``MOST_ASKED``."""
     most = {kind: times * count for kind, count in MOST_ASKED.items()}
     for kind, forms in ASKED_ABOUT.items():
         for piece in rng.sample(pools[kind], min(most[kind], len(pools[kind]))):

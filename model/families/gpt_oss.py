@@ -146,7 +146,7 @@ def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Split each tensor of all experts into one for each expert. llama.cpp keeps gate and up
+    """Split each tensor of all experts into a tensor for each expert. llama.cpp keeps gate and up
     apart."""
     found: Tensors = {}
     for name, tensor in apart(tensors, geometry).items():
