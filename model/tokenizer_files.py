@@ -12,6 +12,7 @@ a GGUF file is made from its metadata.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from logging import CRITICAL
 from pathlib import Path
 from typing import Any
@@ -41,20 +42,22 @@ _AS_IT_STANDS = "TokenizersBackend"
 """The class that uses ``tokenizer.json`` unchanged; also named ``PreTrainedTokenizerFast``."""
 CLASS_OF_TYPE = (
     dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2", "seed_oss", "exaone4"))
-    | dict.fromkeys(("apertus", "arcee", "cwm", "gpt_oss", "vaultgemma"))
+    | dict.fromkeys(("apertus", "arcee", "cwm", "gemma4", "gemma4_text", "gpt_oss", "vaultgemma"))
     | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
     | dict.fromkeys(("ernie4_5", "glm", "glm4", "granitemoehybrid"), _AS_IT_STANDS)
     | dict.fromkeys(("ministral", "ministral3", "mistral3"), _AS_IT_STANDS)
     | dict.fromkeys(("internlm3", "iquestcoder", "nemotron", "stablelm"), _AS_IT_STANDS)
     | dict.fromkeys(("granitemoe", "granitemoeshared"), _AS_IT_STANDS)
-    | dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
+    | dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer")
+    | dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "Qwen3_5Tokenizer")
+    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5Tokenizer")
     | dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
     | dict.fromkeys(("jais2", "starcoder2"), "GPT2Tokenizer")
     | dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer")
     | {"olmoe": "GPTNeoXTokenizer"}
 )
 """The class that transformers registers for a ``model_type``; None if there is none."""
-OVERRULED = ("qwen2",)
+OVERRULED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose registered class replaces the class named in their files."""
 _INERT = {
     *("add_bos_token", "add_eos_token", "tokenizer_class", "processor_class", "backend"),
@@ -74,6 +77,10 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _QWEN2_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _Token = str | AddedToken
 _Vocabulary = dict[str, int]
@@ -444,12 +451,17 @@ def _llama(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> 
     return backend
 
 
-def _qwen2(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> Tokenizer:
+def _qwen2(
+    vocabulary: _Vocabulary,
+    merges: _Merges,
+    config: dict[str, Any],
+    pieces: str = _QWEN2_PIECES,
+) -> Tokenizer:
     backend = _byte_level_bpe(vocabulary, merges)
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(
                 add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False
             ),
@@ -490,14 +502,22 @@ def _gemma(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> 
 _BACKENDS: dict[str, Callable[[_Vocabulary, _Merges, dict[str, Any]], Tokenizer]] = {
     "LlamaTokenizer": _llama,
     "Qwen2Tokenizer": _qwen2,
+    "Qwen3_5Tokenizer": partial(_qwen2, pieces=_QWEN3_5_PIECES),
     "GPT2Tokenizer": _gpt2,
     "GemmaTokenizer": _gemma,
 }
 """Classes that take only vocabulary, merges and post-processor from ``tokenizer.json``."""
 _END = "<|endoftext|>"
+_OF_QWEN: dict[str, _Token | None] = {
+    "unk_token": _END,
+    "bos_token": None,
+    "eos_token": _END,
+    "pad_token": _END,
+}
 _TOKENS: dict[str, dict[str, _Token | None]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "Qwen2Tokenizer": {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END},
+    "Qwen2Tokenizer": _OF_QWEN,
+    "Qwen3_5Tokenizer": _OF_QWEN,
     "GPT2Tokenizer": {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None},
     "GemmaTokenizer": {
         "unk_token": "<unk>",
