@@ -227,7 +227,7 @@ def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
     whole = succeed(main, *arguments, tmp_path / "text", "-o", tmp_path / "whole").output
     assert whole.index("step 12 of 50: 64 of 250 rows are in use") < whole.index("step     13")
     assert [line["step"] for line in read_metrics(tmp_path / "whole") if "acceptance" in line] == [
-        *(0, 12, 25, 50)
+        *(0, 6, 12, 25, 50)
     ]
     killed = tmp_path / "killed"
     command = (*arguments, tmp_path / "more-text", "-o", killed)
@@ -425,7 +425,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
     )
     succeed(main, *arguments)
     shards = sorted((tmp_path / "out" / "own-text").glob("shard-*"))
-    assert len(shards) == 3
+    assert len(shards) == 5
     before = [shard.read_bytes() for shard in shards]
     kept = shards[0].stat().st_mtime_ns
     shards[1].unlink()

@@ -181,7 +181,7 @@ def test_a_damaged_file_is_named(
     if "other options" in result.stderr or "other data" in result.stderr:
         return
     assert path.name in result.stderr and "delete" in result.stderr
-    doomed = re.search(r"delete (/\S+?),", result.stderr)
+    doomed = re.search(r"delete (/\S+?)[,;]", result.stderr)
     for target in {doomed[1] if doomed else str(path)}:
         shutil.rmtree(target) if Path(target).is_dir() else Path(target).unlink()
     succeed(main, *resumed)  # the remedy of the message works
