@@ -194,8 +194,8 @@ class CalibrationResult:
 def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
     """Fit a prior to the labelled drafts of several texts.
 
-    It is accepted if its cross-validated losses, of the prior alone and with online learning
-    together, are lower than the default's by more than a standard error.
+    It is accepted if the sum of its cross-validated losses, of the prior alone and with online
+    learning, is lower than the default prior's by more than a standard error.
     """
     fold_of = np.arange(len(labelled)) % FOLDS
     folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]

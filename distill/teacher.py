@@ -152,7 +152,8 @@ def full_sequence_inputs(
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share the caches of one layer, unless they read those of other layers: a pass over
+    All layers share the caches of one layer, unless they read the caches of other layers: a pass
+        over
     whole sequences reads only what the same layer just wrote.
     """
 
@@ -316,8 +317,8 @@ class TargetCache:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
-        """Check that a cache holds the targets of the first of these rows, or of all, and keep its
-        layers."""
+        """Check that a cache holds the targets of these rows, or of the first part of them, and
+        keep its layers."""
         kept = stored.get("layers")
         count = stored.get("rows")
         if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):

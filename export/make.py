@@ -521,7 +521,7 @@ def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
-    """Whether weights with these levels are too small for a draft in half of their bits."""
+    """Whether weights with these levels have too few bits for a draft in half of them."""
     return (
         levels is not None
         and levels.weights != FP8

@@ -297,8 +297,8 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
 def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> dict[str, float]:
     """Compare engines with the engines of another backend on a random text.
 
-    The prompt runs in pieces. At the end of each number of slots that a plan's attention reads, a
-    round and a draft step run, because attention may be wrong only for long texts.
+    The prompt runs in pieces. A round and a draft step run at the end of each number of slots that
+    a plan's attention can read, because attention may be wrong only for long texts.
 
     Args:
         engines: Verify and draft engines, or verify alone.

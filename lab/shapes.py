@@ -158,8 +158,8 @@ def measure(
     """Measure one engine directory, ``repeats`` calls of each kind.
 
     ``hardware`` is the device of predictions, ``counts`` are numbers of nodes of verify passes, and
-    ``behind`` are numbers of tokens before a pass, and lengths of prompts whose first token is
-    timed.
+    ``behind`` are numbers of tokens before a pass, which are also the lengths of prompts whose
+    first token is timed.
     """
     manifest = load_manifest(directory)
     behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]

@@ -21,8 +21,8 @@ HEADS = {
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
     "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
 }
-"""Heads by name: a useless one, one whose acceptance of .19 looks like .45, and one that pays 1.15x
-with costs ``4bit``."""
+"""Heads by name: a useless head, a head whose acceptance of .19 looks like .45, and a head that
+pays 1.15x with costs ``4bit``."""
 MACHINES = ("steady", "load", "stalls", "burst")
 """Disturbances: none, other programs that come and go, 20 stalls per second, and one second with
 calls five times slower."""

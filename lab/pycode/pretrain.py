@@ -8,8 +8,8 @@ also writes the weights as trained, to ``<output>-float32``.
 
 Every five minutes the directories are written with the current model, and the state of the training
 to ``<output>-checkpoint.pt``. ``--resume`` continues from there. With another number of ``--steps``
-it follows that number's schedule, so a run that turns out slow can end sooner, and still with a
-falling learning rate.
+it follows the schedule of that number, so a slow run can end sooner, still with a falling learning
+rate.
 
 With ``--early-exit`` the model learns to exit early through its own norm and LM head, by the recipe
 of LayerSkip (arXiv 2404.16710): layers are dropped, later ones more often, and every few layers
@@ -68,9 +68,9 @@ class EarlyExits:
     """Layer dropout and early-exit losses of a model in training.
 
     Layer l of L is dropped for a text with the probability ``dropout * (2 ** (l / (L - 1)) - 1)``.
-    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``; the last layer's
-    has the weight of the exit before it plus L - 1. In each step, one of every ``rotation`` layers
-    has a loss, in turn. Weights are divided by their sum.
+    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``; the loss of the
+    last layer has the weight of the exit before it plus L - 1. In each step, one of every
+    ``rotation`` layers has a loss, in turn. Weights are divided by their sum.
     """
 
     def __init__(self, model: PreTrainedModel, scale: float, dropout: float, rotation: int) -> None:

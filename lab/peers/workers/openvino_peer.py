@@ -91,7 +91,7 @@ class Contestant:
         return list(out.tokens[0])[:count], seconds[:count]
 
     def logits(self, tokens: list[int]) -> Any:
-        """Logits of the model without the pipeline, which gives none, in one pass."""
+        """Logits of the model in one pass, without the pipeline, which returns no logits."""
         import numpy as np
         import openvino as ov
 

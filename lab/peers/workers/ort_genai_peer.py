@@ -2,8 +2,8 @@
 quantized GGUF files.
 
 The nearest form is used: transformers dequantizes the file, and the builder quantizes it again in
-blocks of 32, to 4 bits if most weights of the file have about 4, with zero points if they have
-minimums.
+blocks of 32. The weights get 4 bits if most weights of the file have about 4, and zero points if
+those have minimums.
 """
 
 import json
