@@ -153,8 +153,7 @@ class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
     All layers share the caches of one layer, unless they read the caches of other layers: a pass
-        over
-    whole sequences reads only what the same layer just wrote.
+    over whole sequences reads only what the same layer just wrote.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
