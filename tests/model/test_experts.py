@@ -223,7 +223,7 @@ MUTANTS = [
     ("shares", "if experts.normed", "if not experts.normed"),
     ("shares", "experts.used, -1", "experts.used - 1, -1"),
     ("shares", ".softmax(-1)", ".sigmoid()"),
-    ("on_all", "x * (share > 0).to(x.dtype)", "x"),
+    ("on_all", "x * (share != 0).to(x.dtype)", "x"),
     ("on_all", ") * share", ") * (share > 0)"),
     ("on_all", "y + self", "self"),
     ("on_chosen", "* shares[tokens, index, None]", ""),
