@@ -338,8 +338,8 @@ class TargetCache:
         return list(self.meta["layers"])
 
     def missing_shards(self, count: int) -> list[int]:
-        """Numbers of the shards of the first ``count`` rows that do not exist yet, or have fewer
-        rows than there are now."""
+        """Numbers of the shards of the first ``count`` rows, if a shard does not exist yet, or has
+        fewer rows than there are now."""
         missing = []
         for number in range(-(-count // SHARD_ROWS)):
             path = self.directory / shard_name(number)

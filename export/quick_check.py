@@ -202,7 +202,7 @@ def _smaller_eagle(head: ExitConfig, small: Geometry) -> Eagle | None:
 def _with_rows(
     tensors: Mapping[str, Source], names: tuple[str, ...], count: int
 ) -> dict[str, Source]:
-    """The tensors. Those with these names are cut to their first rows."""
+    """The tensors. Tensors with these names are cut to their first rows."""
     return dict(tensors) | {name: _rows(tensors[name], count) for name in names if name in tensors}
 
 

@@ -1,5 +1,5 @@
-"""Answer questions plainly and with drafting: those of Spec-Bench (Xia et al., Findings of ACL
-2024, arXiv 2401.07851), or others.
+"""Answer the questions of Spec-Bench (Xia et al., Findings of ACL 2024, arXiv 2401.07851), or other
+questions, plainly and with drafting.
 
     python -m lab.spec_bench --questions question.jsonl --engine-dir plans/ \\
         --method text --method both

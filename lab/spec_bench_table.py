@@ -73,7 +73,8 @@ class Result(Saved):
         categories: Category of each question by its number.
         skipped: Number of questions that leave no room for an answer.
         machine: Description of the machine.
-        answers: All answers. Those to one question by one engine and sampling are saved together.
+        answers: All answers. The answers to one question by one engine and sampling are saved
+            together.
         complete: Whether every question was answered.
         kind, schema: Kind and version of the file format.
     """

@@ -223,8 +223,8 @@ def _common_factor(largest: Floats, dtype: str) -> Array:
 
 
 def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
-    """Blocks [count, 16, out] as NVFP4. The level of the largest weight is the better one for each
-    block."""
+    """Blocks [count, 16, out] as NVFP4. In each block, the largest weight gets the better of its
+    two candidate levels."""
     sizes = np.abs(blocks)
     work = np.empty_like(blocks)
     largest = sizes.max(1)

@@ -41,7 +41,7 @@ def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A class from its first line to the end of one of its methods, except the last."""
+    """A class from its first line to the end of a method that is not its last."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]

@@ -52,7 +52,7 @@ MORE = {
 CHOICES = 2000
 DIALOGUES = 2500
 AGAIN = 2500
-"""Prompts with choices, of dialogues, and of a second turn."""
+"""Numbers of prompts with choices, from dialogues, and with a second turn."""
 MOST_CHARACTERS = 2400
 ASKED_AGAIN = (
     *(
@@ -241,7 +241,8 @@ def write(
     tests: set[tuple[str, ...]],
     seed: int,
 ) -> None:
-    """Write the prompts as JSON lines in random order, without duplicates and tests."""
+    """Write the prompts as JSON lines in random order, without duplicates and without prompts of
+    the tests."""
     kept: dict[tuple[str, ...], str] = {}
     counts: Counter[str] = Counter()
     for kind, turns in found:

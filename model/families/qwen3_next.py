@@ -1,5 +1,5 @@
-"""Qwen3-Next: the gated delta rule in most layers, in the others attention with a gate, and experts
-with a gated expert that every token uses."""
+"""Qwen3-Next: the gated delta rule in most layers, attention with a gate in the other layers, and
+experts with a gated expert that every token uses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
