@@ -42,8 +42,8 @@ def requests(count: int, tokens: Sequence[int], seed: int) -> list[tuple[str, li
 
 
 def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
-    """Run the list. Returns the times to first tokens by kind, the total time, and the tokens of
-    each request."""
+    """Run the list. Returns the times to first tokens by kind, the times between the rounds of a
+    request, the tokens per second, and the tokens of each request."""
     import eesd
     from eesd.runtime.batch.scheduler import BatchOptions
     from eesd.runtime.request import Request
@@ -55,6 +55,8 @@ def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
     told = SimpleQueue[tuple[int, float, Any]]()
     begun = dict[int, float]()
     first = dict[int, float]()
+    last = dict[int, float]()
+    pauses = list[float]()
     tokens: list[list[int]] = [[] for _ in given]
 
     def submit(number: int) -> None:
@@ -73,6 +75,8 @@ def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
         tokens[number] += [output.token for output in update.tokens]
         if update.tokens:
             first.setdefault(number, now)
+            pauses += [now - last[number]] if number in last else []
+            last[number] = now
         if update.finish_reason:
             ended += 1
             if next_one < count:
@@ -80,7 +84,7 @@ def work(engine_dir: str, count: int, seed: int) -> dict[str, Any]:
                 next_one += 1
     seconds = time.process_time() - started
     service.close()
-    waits: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    waits: dict[str, list[float]] = {kind: [] for kind in KINDS} | {"rounds": pauses}
     for number, (kind, _, _) in enumerate(given):
         waits[kind].append(first[number] - begun[number])
     total = sum(len(prompt) + new for _, prompt, new in given)
@@ -99,10 +103,10 @@ def run(source: str, *arguments: object) -> dict[str, Any]:
 def shown(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Quantiles over all runs, and the median tokens per second."""
     found: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in runs[0]["waits"]:
         waits = [wait for one in runs for wait in one["waits"][kind]]
         found[kind] = {
-            "requests": len(waits),
+            "count": len(waits),
             **{
                 f"p{share}": round(float(np.percentile(waits, share)), 3)
                 for share in (50, 75, 95, 100)

@@ -19,9 +19,11 @@ MEASURED_SLOTS = 256
 """Number of slots of each row when calls are timed."""
 PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
-"""Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or
-more. With n < FEW_ROWS rows they take up to FEW_ROWS / n times as much, because a few rows leave
-the processor half idle, and new rows will share their calls."""
+WEIGHT_OF_WAITING = 4
+"""Pieces of prompts take at most ``PROMPTS_SHARE`` of a round's time, times the largest of 1,
+``FEW_ROWS`` / rows, and ``WEIGHT_OF_WAITING`` * waiting prompts / rows. Few rows leave the
+processor half idle, and new rows share their calls. Where more requests wait than decode, the time
+to their first tokens matters more than the time between tokens."""
 LEAST_PART = 0.05
 """Minimum share of a call's time that is attributed to a piece of a prompt."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
@@ -76,9 +78,12 @@ class LoadPolicy(Policy):
 
     def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
         """Number of tokens of a prompt, from ``slot`` on, that may share the next round of
-        ``sequences``: at most ``most``, and so few that many rows wait less than twice as long."""
-        round_time = self._rule.round_seconds(len(sequences), self._slots(sequences))
-        time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sequences), 1)
+        ``sequences``: at most ``most``, so that many rows wait less than twice as long if few
+        prompts wait."""
+        rows = len(sequences)
+        round_time = self._rule.round_seconds(rows, self._slots(sequences))
+        weight = max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)
+        time_left = PROMPTS_SHARE * round_time * weight / rows
         counts = np.array([*[count for count in PIECES if count < most], most])
         fitting = int((self._prompts.curve(np.ones_like(counts), counts, slot) <= time_left).sum())
         return int(counts[max(fitting - 1, 0)])

@@ -27,8 +27,9 @@ IN_TURN = 4
 one."""
 SHORT = 64
 """Maximum length in tokens of a prompt that may be prefilled ahead of those in turn."""
-PASSING = 0.05
-"""Maximum tokens of such short prompts, as a share of the tokens of the prompts in turn."""
+PASSING = 0.065
+"""Maximum tokens of such short prompts, as a share of the tokens of the prompts in turn. Rounds have
+other work, too, so the prompts in turn wait about 5 % longer."""
 HEADROOM = 64
 """Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
@@ -183,6 +184,9 @@ class Scheduler:
         self._end_some()
         self._begin_some()
         self._pause_some()
+        self._policy.waiting = min(
+            len(self._prefilling) + len(self.waiting), self._options.max_rows - self.running
+        )
         pieces = self._next_pieces()
         if self._active or pieces:
             self._round(pieces)
@@ -384,9 +388,6 @@ class Scheduler:
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))
-        self._policy.waiting = min(
-            len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows)
-        )
         try:
             rounds = run_round(rows, self._llm.engines, policy, [*pieces.values()])
         except Exception as error:
