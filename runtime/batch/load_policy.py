@@ -82,10 +82,11 @@ class LoadPolicy(Policy):
         prompts wait."""
         rows = len(sequences)
         round_time = self._rule.round_seconds(rows, self._slots(sequences))
-        weight = max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)
-        time_left = PROMPTS_SHARE * round_time * weight / rows
+        share = PROMPTS_SHARE / rows * max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)
         counts = np.array([*[count for count in PIECES if count < most], most])
-        fitting = int((self._prompts.curve(np.ones_like(counts), counts, slot) <= time_left).sum())
+        fitting = int(
+            (self._prompts.curve(np.ones_like(counts), counts, slot) <= share * round_time).sum()
+        )
         return int(counts[max(fitting - 1, 0)])
 
     def _slots(self, sequences: Sequence[TokenSequence]) -> float:

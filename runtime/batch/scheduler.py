@@ -357,10 +357,8 @@ class Scheduler:
         """Maximum number of prompt tokens in the next call."""
         if not (self._active and order):
             return self._engine.prefill_chunk
-        first = order[0]
-        behind = len(first.tokens) - 1 - first.unfilled
-        most = self._options.prefill_tokens
-        return self._policy.prompt_tokens(self._active, behind, most)
+        behind = len(order[0].tokens) - 1 - order[0].unfilled
+        return self._policy.prompt_tokens(self._active, behind, self._options.prefill_tokens)
 
     def _go_on(self, row: Session) -> None:
         """Let a row decode if its prompt is complete; if not, let it wait for its turn."""

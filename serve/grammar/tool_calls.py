@@ -15,7 +15,6 @@ known function remains content. Blanks around calls are dropped.
 import json
 import re
 import secrets
-import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,12 +34,9 @@ class ToolFormat:
 
     def call_id(self) -> str:
         """A new id. Mistral's templates require nine letters or digits."""
-        letters = string.ascii_letters + string.digits
-        return (
-            "".join(secrets.choice(letters) for _ in range(9))
-            if self is MISTRAL
-            else f"call_{secrets.token_hex(12)}"
-        )
+        if self is MISTRAL:
+            return secrets.token_hex(5)[:9]
+        return f"call_{secrets.token_hex(12)}"
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -324,7 +320,7 @@ class ToolParser:
             )
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
-        named = _NAMED.match(rest) if self._format is MISTRAL else None
+        named = self._format is MISTRAL and _NAMED.match(rest)
         if rest.startswith("{") or named:
             self._object = _Object(named.end() if named else 0)
             self._state = self._call
@@ -362,10 +358,8 @@ class ToolParser:
         unknown or, unless streaming, if the call is not JSON."""
         if not (whole or self._streaming):
             return None
-        match = _HEAD.match(self._text) or (
-            _NAMED.match(self._text) if self._format is MISTRAL else None
-        )
-        if match is None:
+        match = _HEAD.match(self._text) or (self._format is MISTRAL and _NAMED.match(self._text))
+        if not match:
             return None
         name = _parsed(match[1]) if match[1].startswith('"') else match[1]
         start = match.end() if match.re is _NAMED else 0
