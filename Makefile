@@ -14,7 +14,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of what runs on the CPU where the operators are not built.
 STANDARD := $(addprefix tests/,round/test_lossless.py round/test_exactness.py scheduler/test_batch.py round/test_cli.py)
 
-.PHONY: run run-smollm2 run-pycode run-coder operators test pytest test-fast test-slow test-standard triton-venv containers-venv clients-venv lint bench clean
+.PHONY: run run-smollm2 run-pycode run-coder operators test pytest test-fast test-slow test-standard triton-venv containers-venv clients-venv agents-venv frameworks-venv lint bench clean
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
 run: operators
@@ -57,7 +57,7 @@ test-standard: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) --without-operators $(STANDARD)
 
 # What the tests of Triton, container files and clients run, beside this project's packages. The tests make it if it is missing.
-triton-venv containers-venv clients-venv: $(VENV)/installed-dev
+triton-venv containers-venv clients-venv agents-venv frameworks-venv: $(VENV)/installed-dev
 	$(BIN)/python tests/support/environments.py $(@:-venv=)
 
 lint: $(VENV)/installed-dev

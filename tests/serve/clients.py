@@ -1,44 +1,18 @@
-"""Third-party clients, unchanged: ``python clients.py URL MODEL`` prints a JSON line with the
-result of each call.
-
-It runs in an environment with these clients and without this project.
-"""
+"""Third-party clients, unchanged, in the environment ``clients``."""
 
 import asyncio
 import json
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
-BASE = sys.argv[1]
-MODEL = sys.argv[2]
-KEY = os.environ["OPENAI_API_KEY"] = "none"
-
-import anthropic  # noqa: E402
-import instructor  # noqa: E402
-import litellm  # noqa: E402
-import openai  # noqa: E402
-from langchain_openai import ChatOpenAI, OpenAI  # noqa: E402
-from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
-from pydantic_ai import Agent, NativeOutput  # noqa: E402
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel  # noqa: E402
-from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
-
-COUNT = 16
-ROOM = 60
-"""Maximum number of tokens in a text (litellm requests at least 16), and in an object or a call."""
-CHAT: Any = [{"role": "user", "content": "import os"}]
-PROMPT = "def f(x):"
-
-
-class City(BaseModel):
-    """The object requested as JSON."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=4)
-    big: bool
-
+import anthropic
+import instructor
+import litellm
+import openai
+from clients_shared import BASE, CHAT, COUNT, KEY, MODEL, PROMPT, ROOM, TEXT, City, show
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 SCHEMA = City.model_json_schema()
 TOOL: Any = {"type": "function", "function": {"name": "City", "parameters": SCHEMA}}
@@ -46,16 +20,6 @@ FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "City", "schema": SCHEMA, "strict": True},
 }
-
-
-def show(client: str, call: str, give: Callable[[], Any]) -> None:
-    """Print the result of a call; an object as a dictionary."""
-    try:
-        found = give()
-        found = {"found": found.model_dump() if isinstance(found, BaseModel) else found}
-    except Exception as error:  # the test compares it with its expectation
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps({"client": client, "call": call, **found}), flush=True)
 
 
 def joined(stream: Any) -> str:
@@ -105,6 +69,45 @@ def ask_anthropic() -> None:
         "object",
         lambda: json.loads(create(**chat, max_tokens=ROOM, output_config=form).content[0].text),
     )
+
+
+def ask_as_claude_code() -> None:
+    """A turn with the fields, tools and system blocks that Claude Code sends."""
+    client = anthropic.Anthropic(base_url=BASE.removesuffix("/v1"), auth_token=KEY)
+    cached = {"cache_control": {"type": "ephemeral"}}
+    header = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=0f3a1;"
+    turn: Any = {
+        "model": MODEL,
+        "betas": ["claude-code-20250219", "context-management-2025-06-27"],
+        "system": [
+            {"type": "text", "text": header},
+            {"type": "text", "text": "You are a helpful agent.", **cached},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": TEXT, **cached}]}],
+        "tools": [
+            {
+                "name": "City",
+                "description": "Remember a city.",
+                "input_schema": {
+                    "$schema": "https://json-schema.org/draft/2020-12/schema",
+                    **SCHEMA,
+                },
+            }
+        ],
+        "metadata": {"user_id": "user_0_account__session_0"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "extra_body": {"temperature": 0},
+    }
+
+    def streamed(**more: Any) -> Any:
+        with client.beta.messages.stream(**turn, **more) as stream:
+            return stream.get_final_message().content
+
+    name = "anthropic as Claude Code"
+    show(name, "answered", lambda: len(streamed(max_tokens=COUNT)) > 0)
+    choice = {"type": "tool", "name": "City", "disable_parallel_tool_use": True}
+    show(name, "function", lambda: streamed(max_tokens=ROOM, tool_choice=choice)[0].input)
 
 
 def ask_litellm() -> None:
@@ -164,22 +167,21 @@ def ask_instructor(call: str, mode: instructor.Mode) -> None:
 
 def ask_pydantic_ai(kind: Any, client: str) -> None:
     model = kind(MODEL, provider=OpenAIProvider(base_url=BASE, api_key=KEY))
-    text = CHAT[0]["content"]
     settings = {"max_tokens": COUNT, "temperature": 0}
     brief: Any = Agent(model, model_settings=settings)
 
     async def stream() -> Any:
-        async with brief.run_stream(text) as result:
+        async with brief.run_stream(TEXT) as result:
             return await result.get_output()
 
     def shaped(wanted: Any) -> Any:
         return (
             Agent(model, output_type=wanted, model_settings=settings | {"max_tokens": ROOM})
-            .run_sync(text)
+            .run_sync(TEXT)
             .output
         )
 
-    show(client, "chat", lambda: brief.run_sync(text).output)
+    show(client, "chat", lambda: brief.run_sync(TEXT).output)
     show(client, "stream", lambda: asyncio.run(stream()))
     show(client, "function", lambda: shaped(City))
     show(client, "object", lambda: shaped(NativeOutput(City)))
@@ -187,6 +189,7 @@ def ask_pydantic_ai(kind: Any, client: str) -> None:
 
 ask_openai()
 ask_anthropic()
+ask_as_claude_code()
 ask_litellm()
 ask_langchain(responses=False)
 ask_langchain(responses=True)

@@ -1,13 +1,12 @@
 """Third-party clients, unchanged, against the real server: each receives the texts of ``generate``.
 
-They run in separate environments: Python's from ``tests/environments/clients.txt``, npm's from the
-directory beside it.
+They run in separate environments, which ``tests/environments`` lists.
 """
 
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,34 @@ from eesd.runtime.decoding.sampling import Sampling
 pytestmark = pytest.mark.slow
 
 CLIENTS = Path(__file__).parent
-CALLS = {
-    "openai": "chat stream object responses",
-    "anthropic": "chat stream function object",
-    "litellm": "chat stream function object responses completion",
-    "langchain-openai": "chat stream function object completion",
-    "langchain-openai by responses": "chat stream function object",
-    "instructor": "object function",
-    "pydantic-ai": "chat stream function object",
-    "pydantic-ai by responses": "chat stream function object",
-    "openai of npm": "chat stream usage function streamed_function object responses",
-    "anthropic of npm": "chat stream usage function streamed_function object",
-    "ai": "chat stream usage function streamed_function object",
-    "ai by responses": "chat stream usage function streamed_function object",
+PROGRAMS = {
+    "clients": {
+        "openai": "chat stream object responses",
+        "anthropic": "chat stream function object",
+        "anthropic as Claude Code": "answered function",
+        "litellm": "chat stream function object responses completion",
+        "langchain-openai": "chat stream function object completion",
+        "langchain-openai by responses": "chat stream function object",
+        "instructor": "object function",
+        "pydantic-ai": "chat stream function object",
+        "pydantic-ai by responses": "chat stream function object",
+    },
+    "agents": {
+        "openai-agents": "chat stream function object function_or_object",
+        "openai-agents by responses": "function object function_or_object",
+    },
+    "frameworks": {
+        "llama-index": "chat stream function object completion responses",
+        "dspy": "chat object responses",
+    },
+    "npm": {
+        "openai of npm": "chat stream usage function streamed_function object responses",
+        "anthropic of npm": "chat stream usage function streamed_function object",
+        "ai": "chat stream usage function streamed_function object",
+        "ai by responses": "chat stream usage function streamed_function object",
+    },
 }
-"""The calls of each client. The clients of npm are the JavaScript clients."""
-JAVASCRIPT = {name for name in CALLS if "npm" in name or name.partition(" ")[0] == "ai"}
+"""The calls of each client, by program."""
 COUNT = 16
 
 
@@ -59,21 +70,21 @@ def ask(command: list[Path | str], server: Served, **environment: str) -> dict[s
     return found
 
 
-def check(found: dict[str, dict[str, Any]], server: Served, names: Set[str]) -> None:
+def check(found: dict[str, dict[str, Any]], server: Served, program: str) -> None:
     """Texts and their lengths equal those of ``generate``; objects and arguments of functions fit
     their schemas."""
     assert {client: set(calls) for client, calls in found.items()} == {
-        name: {*CALLS[name].split()} for name in names
+        client: {*calls.split()} for client, calls in PROGRAMS[program].items()
     }
     said = server.llm.generate(
         [{"role": "user", "content": "import os"}], Sampling(), max_new_tokens=COUNT
     )
     written = server.llm.generate("def f(x):", Sampling(), max_new_tokens=COUNT).text
     assert said.text and written
-    wanted = {"completion": written, "usage": len(said.tokens)}
+    wanted = {"completion": written, "usage": len(said.tokens), "answered": True}
     for client, calls in found.items():
         for call, value in calls.items():
-            if "function" in call or call == "object":
+            if "function" in call or "object" in call:
                 assert isinstance(value, dict) and value.keys() == {"name", "big"}, (
                     client,
                     call,
@@ -84,13 +95,22 @@ def check(found: dict[str, dict[str, Any]], server: Served, names: Set[str]) -> 
                 assert value == wanted.get(call, said.text), (client, call)
 
 
-def test_clients_for_python(server: Served) -> None:
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("clients", "clients.py"),
+        ("agents", "clients_agents.py"),
+        ("frameworks", "clients_frameworks.py"),
+    ],
+)
+def test_clients_for_python(server: Served, name: str, file: str) -> None:
     try:
-        python = environments.make("clients")
+        python = environments.make(name)
     except environments.Unavailable as reason:
         pytest.skip(f"no clients here: {reason}")
-    found = ask([python, CLIENTS / "clients.py"], server, **environments.variables(python))
-    check(found, server, CALLS.keys() - JAVASCRIPT)
+    # litellm fetches a list of models, unless it may use the one that it has.
+    variables = environments.variables(python, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    check(ask([python, CLIENTS / file], server, **variables), server, name)
 
 
 def test_clients_for_javascript(server: Served) -> None:
@@ -102,4 +122,4 @@ def test_clients_for_javascript(server: Served) -> None:
         pytest.skip(f"no clients here: {reason}")
     # A module finds packages in its directory.
     script = shutil.copy(CLIENTS / "clients.mjs", directory)
-    check(ask(["node", script], server), server, JAVASCRIPT)
+    check(ask(["node", script], server), server, "npm")

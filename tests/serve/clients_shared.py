@@ -1,0 +1,41 @@
+"""What the programs of this folder request from each client. Each program runs in an environment
+with its clients and without this project: ``python PROGRAM URL MODEL`` prints a JSON line with the
+result of each call."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+BASE = sys.argv[1]
+MODEL = sys.argv[2]
+KEY = os.environ["OPENAI_API_KEY"] = "none"
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # needs no network
+
+COUNT = 16
+ROOM = 60
+"""Maximum number of tokens in a text (litellm requests at least 16), and in an object or a call."""
+CHAT: Any = [{"role": "user", "content": "import os"}]
+TEXT: str = CHAT[0]["content"]
+PROMPT = "def f(x):"
+
+
+class City(BaseModel):
+    """The object requested as JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=4)
+    big: bool
+
+
+def show(client: str, call: str, give: Callable[[], Any]) -> None:
+    """Print the result of a call; an object as a dictionary."""
+    try:
+        found = give()
+        found = {"found": found.model_dump() if isinstance(found, BaseModel) else found}
+    except Exception as error:  # the test compares it with its expectation
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"client": client, "call": call, **found}), flush=True)
