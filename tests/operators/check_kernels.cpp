@@ -141,6 +141,7 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       for (int64_t t = 0; t < all; t++) tokens.push_back({aligned, t, t, t + 1, nullptr, 0});
       Attention job = {};
       job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
+      job.cache_heads = kv_heads, job.cache_width = width, job.writes = true;
       job.cells = cells;
       job.cap = cap, job.window = window;
       job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
@@ -213,7 +214,7 @@ static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t c
     Exact<float> weights(rows * used), y(rows * columns);
     Exact<int64_t> found(rows * used), places(rows * used);
     for (int64_t i = 0; i < places.size; i++) places.get()[i] = places.size - 1 - i;
-    const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()}, normed};
+    const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()}, normed, normed ? nullptr : logits.get()};
     const Combination job = {given.get(), weights.get(), places.get(), used, columns, normed ? residual.get() : nullptr, y.get()};
     kernels->route(routing, rows / 2, rows);
     kernels->route(routing, 0, rows / 2);

@@ -277,15 +277,17 @@ def check_top(path: Path) -> None:
 
 
 def check_experts(path: Path) -> None:
-    """A mixture of a few experts whose weights are divided by their sum, and one without the
-    division."""
+    """A mixture of a few experts whose weights are divided by their sum, and one with factors of
+    the weights instead."""
     random = np.random.default_rng(0)
     for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
         own = [
             [random_weight(random, form, 32, 32, False, NARROW, True) for _ in range(3)]
             for _ in range(5)
         ]
-        check_mixture(Mixture(own, used, normed, residual=True), path, True, ["scalar"])
+        factors = None if normed else random.normal(0, 1, 5).astype(np.float32)
+        mixture = Mixture(own, used, normed, residual=True, factors=factors)
+        check_mixture(mixture, path, True, ["scalar"])
 
 
 def check_delta(path: Path) -> None:
@@ -492,7 +494,9 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "ready.from(0)",
         check_experts,
     ),
-    "weights not divided": ("experts.h", "if (!job.normed) continue;", "continue;", check_experts),
+    "weights not divided": ("experts.h", "job.normed && i < k", "false", check_experts),
+    "weights without factors": ("experts.h", "job.factors && i < k", "false", check_experts),
+    "factors of other experts": ("experts.h", "[job.top.found[row * k + i]]", "[i]", check_experts),
     "sum of the experts rounded twice": (
         "experts.h",
         (
