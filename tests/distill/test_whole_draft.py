@@ -66,7 +66,8 @@ class Spoiling:
         return getattr(self._engine, name)
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        outputs = [one.fetched() for one in self._engine.forward(calls)]
+        single = [call._replace(levels=1) for call in calls]  # a chain on a device has no logits
+        outputs = [one.fetched() for one in self._engine.forward(single)]
         for call, one in zip(calls, outputs, strict=True):
             values = np.array(call.kv_cache.values(call.slot, call.slot + len(call.tokens)))
             call.kv_cache.fill(call.slot, np.full_like(values, self._garbage))
