@@ -31,11 +31,11 @@ CPU = tuple(
 for them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
-    "core": (4764, 46),
-    "CPU backend": (2641, 32),
-    "core with all devices": (8971, 82),
-    "Python outside tests": (24788, 282),
-    "tests": (24543, 195),
+    "core": (4828, 43),
+    "CPU backend": (2984, 33),
+    "core with all devices": (9394, 79),
+    "Python outside tests": (25686, 282),
+    "tests": (24187, 172),
 }
 """Largest numbers of statements and files."""
 NOT_CODE = re.compile(
