@@ -26,6 +26,7 @@ STEP = 64
 """Work of one step, and of one item of a new container. Each character of a new text counts as
 1."""
 MAX_SECONDS = 10.0
+"""Seconds of a processor, so that a machine that stalls refuses no template."""
 MAX_DEPTH = 100
 """Maximum nesting of containers. Python recurses over them, sometimes without a check."""
 LACKING = {
@@ -85,7 +86,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
         super().__init__(**options, optimized=False)
         self._left = MAX_WORK
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._deadline = time.thread_time() + MAX_SECONDS
         del self.globals["lipsum"]  # random text without a limit
         known = {
             name: function
@@ -198,7 +199,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _need(self, work: int) -> None:
         """Raise :class:`EESDError` if ``work`` exceeds the remaining work, or if the deadline has
         passed."""
-        if work > self._left or time.monotonic() > self._deadline:
+        if work > self._left or time.thread_time() > self._deadline:
             raise EESDError(
                 "The chat template takes too long for these messages; use another, or a "
                 "shorter prompt."
