@@ -1,2 +1,2 @@
-"""Engines, KV cache, token tree, sampling, the decode loop, and the text API. Importing it needs no
-torch."""
+"""Engines, KV cache, token tree, sampling, the decode loop, and the text API. Importing this
+package needs no torch."""

@@ -147,7 +147,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Decode tokens per second with drafting, divided by those without."""
+        """Decode speed with drafting divided by decode speed without, both in tokens per second."""
         plain = self.plain.tokens_per_second
         return self.drafting.tokens_per_second / plain if plain else 0.0
 
@@ -196,8 +196,8 @@ def compare(
 
 
 def _of_one_node(llm: LLM) -> LLM | None:
-    """The same model with plain decoding that is not padded to a round's nodes; None if it is not
-    padded anyway."""
+    """The same model with plain decoding that is not padded to a round's nodes; None if plain
+    decoding is not padded."""
     verify = getattr(llm.engines.verify, "of_one_node", lambda: None)()
     if verify is None:
         return None

@@ -1,7 +1,7 @@
 """Constrained output: the tokens that may follow, according to a grammar of llguidance.
 
 A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's
-or GBNF's form (docs/structured-output.md). JSON is written in one line.
+or GBNF's form (docs/structured-output.md). JSON is written on one line.
 """
 
 import json
@@ -32,11 +32,11 @@ except ModuleNotFoundError as error:
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
 """Limits of one grammar. A lexer state takes 1 to 2 kB. All requests of a batch wait for the mask
-of a token: up to 5,000 items, a mask takes milliseconds, or a tenth of a second for a very
-ambiguous text; with 50,000 items it would take seconds. A schema of 490 properties needs over 3,000
+of a token: with up to 5,000 items, a mask takes milliseconds, or a tenth of a second if a text is
+very ambiguous; with 50,000 items it would take seconds. A schema of 490 properties needs over 3,000
 items. Error messages leave out the parser's state, because they go to clients."""
 BLOCK = 256
-"""Number of tokens that are compared at once."""
+"""Number of tokens that are compared in one step."""
 
 
 class GrammarConstraint:

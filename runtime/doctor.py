@@ -149,7 +149,7 @@ def _ort_lacks() -> str:
 
 
 def _ort_types() -> str:
-    """The types of engines that ONNX Runtime runs on the CPU."""
+    """The engine types that ONNX Runtime runs on the CPU."""
     from eesd.runtime.engines import operators
 
     own = not operators.missing()

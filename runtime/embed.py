@@ -31,7 +31,7 @@ class Host:
     """Resources that a service lends to EESD, and must not use while a call of EESD runs.
 
     Attributes:
-        verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
+        verify: The ``ICudaEngine`` of each stage of the verify graph, loaded on the stage's device.
         draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None to decode
             plainly.
         make_context: Returns an execution context of an engine, without memory
@@ -41,10 +41,10 @@ class Host:
             ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
             fallback kernels of a lazy context. All contexts of an engine should share a runtime
             cache; without it, each compiles the engine's kernels again.
-        stream: The CUDA stream for all work, or one for each stage of verify; stages on one device
-            share its stream. It must not be the default stream. An int is the ``cudaStream_t`` of
-            another library on the current device.
-        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the
+        stream: The CUDA stream for all work, or a stream for each verify stage; stages on one
+            device share its stream. It must not be the default stream. An int is the
+            ``cudaStream_t`` of another library on the current device.
+        kv_cache: Memory for the KV cache: for each verify stage a tensor [layer caches of the
             stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
             ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]. Or a
             function of B that returns such memory for B sequences. It is called for each session
@@ -92,7 +92,7 @@ def embed(
 
 
 def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
-    """The stream of each stage of verify. Raises :class:`EESDError` if their number is wrong, or a
+    """The stream of each verify stage. Raises :class:`EESDError` if their number is wrong, or a
     stream cannot be used."""
     lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
     if len(lent) != stages:
@@ -130,7 +130,7 @@ def _stream(lent: Any) -> torch.cuda.Stream:
 def open_host_engines(
     manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None
 ) -> Engines:
-    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in the
+    """Open the engines of ``host``. Each verify stage runs in its stream, and the draft in the
     stream of the first stage."""
     source = _HostEngines(manifest, host)
     draft = host.draft is not None
@@ -159,7 +159,7 @@ class _HostEngines:
 
     @property
     def prefill_chunk(self) -> int:
-        """Number of prompt tokens that every engine of verify takes in one call."""
+        """Number of prompt tokens that every verify engine takes in one call."""
         return int(
             min(
                 engine.get_tensor_profile_shape("position_ids", 1)[2][1]

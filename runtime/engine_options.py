@@ -1,5 +1,5 @@
-"""Choose a command's engine directory: the given directory, or that of a model, which is exported
-on first use."""
+"""Choose a command's engine directory: the given directory, or the directory of a model, which is
+exported on first use."""
 
 from pathlib import Path
 from typing import Any

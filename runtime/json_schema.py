@@ -203,8 +203,8 @@ def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def _list_names(schema: dict[str, Any]) -> None:
-    """List the names of patterns that match few names as properties. A listed key comes only once,
-    so the object ends when all have come. If every name is forbidden, no key is allowed."""
+    """Turn patterns that match few names into listed properties. A listed key occurs only once, so
+    the object ends when all keys have occurred. If every name is forbidden, no key is allowed."""
     known = isinstance(schema.get("properties", {}), dict)
     if not known or not isinstance(schema.get("patternProperties"), dict):
         return
@@ -261,8 +261,8 @@ def _without(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _split_cases(schema: dict[str, Any], most: int) -> int:
-    """Replace rules for keys by lists of cases, of which at least one must hold in each list.
-    Returns the maximum number of cases that is left for the inner schemas."""
+    """Replace rules for keys by lists of cases. At least one case of each list must hold. Returns
+    the maximum number of cases that is left for the inner schemas."""
     rules = schema.get("allOf", [])
     if not isinstance(rules, list):
         return most

@@ -6,7 +6,7 @@
 * Endless digits. Each part of a number has at most :data:`DIGITS` digits: enough to tell 64-bit
   floats apart, and too few for an infinite number.
 
-Both remain allowed where no other token is.
+Both remain allowed where no other token is allowed.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ DIGITS = {"integer": 40, "fraction": 17, "exponent": 2}
 
 
 class Place(NamedTuple):
-    """The state at the end of a text: its mode, the part of a number that it is in, and the number
-    of digits of that part so far."""
+    """The state at the end of a text: the mode, the current part of a number, and that part's
+    number of digits so far."""
 
     mode: int = OUTSIDE
     part: str = ""

@@ -159,13 +159,13 @@ def load(
             quantized weights on the CPU. Default: int8.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU.
             Default: float32.
-        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
-            A ``Service`` has a separate limit.
-        plain_content: Whether text of chat messages that spells a special token is tokenized as
-            plain text, so that it can neither end nor begin a turn. Templates for which this is
-            impossible are refused.
-        nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges, which Nsight Systems
-            shows.
+        prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
+            nothing. A ``Service`` has a separate limit.
+        plain_content: Whether chat text that spells a special token is tokenized as plain text, so
+            that it can neither end nor begin a turn. Templates for which this is impossible are
+            refused.
+        nvtx: Whether to mark the phases prefill, draft, verify and accept as NVTX ranges, which
+            Nsight Systems shows.
 
     Raises:
         EESDError: The directory or an argument cannot be used.

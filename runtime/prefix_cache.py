@@ -1,5 +1,5 @@
-"""Keys and values of earlier texts, kept for requests that begin alike, such as those with a system
-prompt or in a conversation."""
+"""Keys and values of earlier texts, kept for requests with the same beginning, such as a system
+prompt or a conversation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, bounded in bytes. The least recently used blocks are dropped first, and
-    those at the end of a text before those at its beginning.
+    """A tree of blocks, bounded in bytes. The least recently used blocks are dropped first; within
+    a text, the last blocks are dropped first.
 
     A token's keys and values have the same bits whichever way its text was split into calls, so a
     request that takes them from the cache gets the same tokens as without the cache.

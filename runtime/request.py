@@ -73,7 +73,7 @@ class Request:
             Stop strings do not end the text earlier, either.
         logprobs: Number of alternatives to report with each token's log-probability under the
             model. None disables log-probabilities.
-        prompt_logprobs: The same number for the tokens of the prompt, except the first.
+        prompt_logprobs: The same for the prompt's tokens, except the first.
         seconds: Deadline in seconds. The request returns the tokens that it has by then.
         constraint: Restricts the tokens that may follow.
         salt: Keys and values kept from a request serve only requests with the same salt.

@@ -36,9 +36,9 @@ class Session(TokenSequence):
     """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
     nothing is pending between steps.
 
-    ``step`` is a transaction: if drafting, verifying or accepting raises an exception (a cancel, or
-    a failing engine), the session is as it was before the round, and ``step`` can be called again.
-    Controllers learn after the commit, so they never learn from a cancelled round.
+    ``step`` is a transaction: if drafting, verifying or accepting raises an exception (such as a
+    cancellation or an engine failure), the session is as it was before the round, and ``step`` can
+    be called again. Controllers learn after the commit, so they never learn from a cancelled round.
 
     Attributes:
         generation: The caller's handle. Set by the constructor.
@@ -146,9 +146,8 @@ class Session(TokenSequence):
         super().add_piece(piece, outputs, seconds)
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
-        """Take the kept keys and values of the text's beginning, unless the request wants
-        log-probabilities of the prompt. May be called again until a piece of the prompt is
-        computed."""
+        """Take the kept keys and values of the text's beginning, unless the request asks for the
+        prompt's log-probabilities. May be called again until a piece of the prompt is computed."""
         if self.request.prompt_logprobs is not None:
             return
         taken = self._prefilled if self._looked_up else None
@@ -162,7 +161,7 @@ class Session(TokenSequence):
             self.cached_tokens = self._prefilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep the keys and values for requests that begin alike, if the whole prompt is
+        """Keep the keys and values for requests with the same beginning, if the whole prompt is
         computed."""
         if not self.unfilled:
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)

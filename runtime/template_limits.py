@@ -2,10 +2,10 @@
 
 Templates come with weights, which the user trusts, and never with a request. So Jinja's sandbox is
 enough to keep them away from files and Python's internals. The remaining dangers are endless loops
-and texts. So the work of a template is limited: steps and sizes of new values are counted, and an
-operation that multiplies sizes is refused before it runs if its result could exceed the remaining
-work. Work is counted, not timed, so each machine refuses the same templates; a deadline stops
-templates that are merely slow.
+and endless output. So a template's work is limited: steps and sizes of new values are counted, and
+an operation that multiplies sizes is refused before it runs if its result could exceed the
+remaining work. Work is counted, not timed, so each machine refuses the same templates; a deadline
+stops templates that are merely slow.
 """
 
 import re
@@ -26,7 +26,7 @@ STEP = 64
 """Work of one step, and of one item of a new container. Each character of a new text counts as
 1."""
 MAX_SECONDS = 10.0
-"""Seconds of a processor, so that a machine that stalls refuses no template."""
+"""Limit in processor seconds, so that a stalled machine refuses no template."""
 MAX_DEPTH = 100
 """Maximum nesting of containers. Python recurses over them, sometimes without a check."""
 LACKING = {
@@ -110,8 +110,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(self._keep, pieces))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute. It may use none of a class. Jinja calls this for
-        each attribute."""
+        """Whether a template may use an attribute. It may use no attribute of a class. Jinja calls
+        this for each attribute."""
         return (
             attr not in LACKING
             and not isinstance(obj, type)
@@ -221,7 +221,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Adds counting where the sandbox has no hook: for the turns of loops, and for values that
+    """Adds counting where the sandbox has no hook: for loop iterations, and for values that
     brackets, ``~`` and macros make."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:

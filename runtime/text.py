@@ -22,7 +22,7 @@ from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 from eesd.runtime.plain_content import PlainContent
 
 HALF = "\ufffd"
-"""The text to which invalid bytes decode."""
+"""The text that invalid bytes decode to."""
 _REMEDY = "export the model again"
 
 
@@ -175,7 +175,7 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates in a tokenizer's configuration that are used, by name. A single template is
+    """The templates that are used from a tokenizer's configuration, by name. A single template is
     called ``default``."""
     if isinstance(template, list):
         try:

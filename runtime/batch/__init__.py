@@ -1,1 +1,1 @@
-"""Many requests at once over one pair of engines: rows of a batch, a scheduler, a thread."""
+"""Batches: many requests at once on one pair of engines, run by a scheduler in a thread."""

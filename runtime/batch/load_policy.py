@@ -1,4 +1,4 @@
-"""The policy of a batch: rows draft as far as this pays for the whole batch."""
+"""The policy of a batch: rows draft as long as drafting pays for the whole batch."""
 
 import time
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from eesd.runtime.decoding.round import Policy, Round, TokenSequence
 from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256
-"""Number of slots of each row when calls are timed."""
+"""Number of slots per row in the calls that are timed."""
 PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
 WEIGHT_OF_WAITING = 4
-"""Pieces of prompts take at most ``PROMPTS_SHARE`` of a round's time, times the largest of 1,
+"""Prompt pieces take at most ``PROMPTS_SHARE`` of a round's time, multiplied by the largest of 1,
 ``FEW_ROWS`` / rows, and ``WEIGHT_OF_WAITING`` * waiting prompts / rows. Few rows leave the
-processor half idle, and new rows share their calls. Where more requests wait than decode, the time
-to their first tokens matters more than the time between tokens."""
+processor half idle, and new rows share their calls. If more requests wait than decode, the time to
+their first tokens matters more than the time between tokens."""
 LEAST_PART = 0.05
-"""Minimum share of a call's time that is attributed to a piece of a prompt."""
+"""Minimum share of a call's time that is attributed to a prompt piece."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Sizes of pieces of prompts that share a call with rows, besides the size in the batch's
+"""Sizes of prompt pieces that share a call with rows, in addition to the size in the batch's
 options."""
 
 
@@ -40,14 +40,14 @@ class LoadPolicy(Policy):
         self._draft = draft
         self._known: WeakKeyDictionary[TokenSequence, Drafting] = WeakKeyDictionary()
         self._prompts = BatchCosts()
-        """Seconds that pieces of prompts add to a round."""
+        """Seconds that prompt pieces add to a round."""
         self.waiting = 0
         """Number of requests whose prompts are not complete, limited to the number of rows that do
         not decode. Set by the scheduler before each round."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Time calls over empty caches for about ``seconds`` seconds, to give the rule its first
-        costs."""
+        """Run and time calls over empty caches for about ``seconds`` seconds. These are the rule's
+        first costs."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
         unequal = [
             Call(kv_cache, [0] * nodes, (), 0)
@@ -77,9 +77,9 @@ class LoadPolicy(Policy):
             self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
     def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
-        """Number of tokens of a prompt, from ``slot`` on, that may share the next round of
-        ``sequences``: at most ``most``, so that many rows wait less than twice as long if few
-        prompts wait."""
+        """Number of prompt tokens, from ``slot`` on, that may join the next round of ``sequences``,
+        at most ``most``. With many rows and few waiting prompts, they less than double the round's
+        time."""
         rows = len(sequences)
         round_time = self._rule.round_seconds(rows, self._slots(sequences))
         share = PROMPTS_SHARE / rows * max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)
@@ -100,7 +100,7 @@ class LoadPolicy(Policy):
         return [self._drafting(sequence) for sequence in sequences]
 
     def _drafting(self, sequence: TokenSequence) -> Drafting:
-        """The drafters of a row among several."""
+        """The drafters of a row in a batch of several rows."""
         own = sequence.drafting
         if own.fixed or (own.drafter is None and own.text is None):
             return own
@@ -178,8 +178,8 @@ def _measure(
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, int]:
-    """The rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes`` nodes
-    each."""
+    """Numbers of rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes``
+    nodes each."""
     work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
     return work.rows, work.nodes
 
@@ -191,7 +191,7 @@ def _root_call(sequence: TokenSequence) -> Call:
 
 
 def _path_chances(current: Round) -> Sequence[float]:
-    """Chance of acceptance of each level that a row has drafted."""
+    """Acceptance chance of each level that a row has drafted."""
     if current.error is not None:
         return []
     if not current.tree.steps:
@@ -202,7 +202,7 @@ def _path_chances(current: Round) -> Sequence[float]:
 
 
 def _controller(current: Round) -> RowController:
-    """The controller of a row, with the chances of its draft."""
+    """The controller of a row, which estimates the chances of the row's draft."""
     assert current.drafting.drafter is not None and isinstance(
         current.drafting.drafter.controller, RowController
     )

@@ -21,12 +21,12 @@ from eesd.runtime.request import ConstraintError, Generation, Update
 from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
-"""Time that is spent at the start on timing calls."""
+"""Seconds that are spent at the start on measuring the costs of calls."""
 IN_TURN = 4
 """Number of prompts that are prefilled in turn, so that later prompts need not wait for a long
 one."""
 SHORT = 64
-"""Maximum length in tokens of a prompt that may be prefilled ahead of those in turn."""
+"""Maximum length, in tokens, of a prompt that may be prefilled ahead of the prompts in turn."""
 PASSING = 0.065
 """Maximum tokens of such short prompts, as a share of the tokens of the prompts in turn. Rounds
 have other work, too, so the prompts in turn wait about 5 % longer."""
@@ -45,13 +45,14 @@ class BatchOptions:
         max_rows: Maximum number of requests that run at the same time.
         max_queue: Maximum number of requests that wait; further requests are refused.
         prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
-            rows decode. With many rows there may be fewer, so that no row waits twice as long.
+            rows decode. With many rows the number may be smaller, so that no row waits twice as
+            long.
         kv_memory: Bytes for the keys and values of all running requests together. If growing texts
             need more, the youngest request pauses, and its keys and values are computed again when
             there is room.
-        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0 keeps nothing.
-            They shorten the time to a request's first token, from which a user may infer the
-            prompts of others. Use 0 if that matters.
+        prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
+            nothing. Their reuse shortens the time to the first token, from which a user may infer
+            other users' prompts. Use 0 if that matters.
         levels: Number of levels that each round drafts; None for the number that pays under the
             load.
 
@@ -87,8 +88,8 @@ class Scheduler:
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
-        pauses: Number of times that a request lost its keys and values to others.
-        round_tokens: Rounds by their prompt tokens and new tokens.
+        pauses: Number of times that a request lost its keys and values to other requests.
+        round_tokens: Number of rounds by their total of prompt tokens and new tokens.
         drafted: Number of drafted levels that the last round verified.
         request_seconds: Time that recent requests took, from getting a row to their end.
     """
@@ -135,7 +136,7 @@ class Scheduler:
 
     @property
     def kv_used(self) -> float:
-        """Share of the memory for keys and values that requests have."""
+        """Share of the memory for keys and values that requests occupy."""
         return (
             sum(len(row.tokens) for row in self._rows())
             * self._slot_bytes
@@ -165,13 +166,13 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a text for which there is memory."""
+        """Maximum length, in tokens, of a text for which there is memory."""
         slots = self.slots - self._llm.manifest.max_tree_nodes
         return min(slots, self._llm.manifest.max_seq_len)
 
     @property
     def slots(self) -> int:
-        """Slots for which there is memory."""
+        """Number of KV cache slots for which there is memory."""
         return self._options.kv_memory // self._slot_bytes
 
     def add(self, generation: Generation) -> None:
@@ -229,12 +230,12 @@ class Scheduler:
         most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            # The moment when this text ends: all texts with more to come still run.
+            # Memory when this text ends: all texts with more tokens to come still run.
             most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
     def _to_come(self, new: int, left: int) -> int:
-        """Number of tokens that are expected to follow, at most ``left``."""
+        """Expected number of further tokens, at most ``left``."""
         longer = [length for length in self._lengths if length > new]
         return min(left, sum(longer) // len(longer) - new if longer else HEADROOM)
 
@@ -296,8 +297,8 @@ class Scheduler:
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> dict[Session, PromptPiece]:
-        """Pieces of the next prompts, for one call: one piece, and then each further piece that is
-        the rest of its prompt or fills half of the call."""
+        """Prompt pieces for the next call: one piece, and then each further piece that completes
+        its prompt or fills half of the call."""
         pieces: dict[Session, PromptPiece] = {}
         order = self._order()
         most = self._prompt_tokens(order)
@@ -325,7 +326,7 @@ class Scheduler:
 
     def _order(self) -> list[Session]:
         """The prompts in the order of prefill: waiting short prompts, as long as they delay the
-        others only a little; then the prompts in turn, short ones first."""
+        other prompts only a little; then the prompts in turn, short ones first."""
         order = sorted(self._prefilling[:IN_TURN], key=lambda row: row.unfilled > SHORT)
         passing = []
         left = self._may_pass
@@ -381,8 +382,8 @@ class Scheduler:
         return EACH_ALONE
 
     def _round(self, pieces: dict[Session, PromptPiece]) -> None:
-        """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end,
-        and the prompts are tried again; if no rows decode, the prompts' requests end."""
+        """Run a round together with prompt pieces. If an engine fails, the decoding rows end, and
+        the prompts are tried again; if no rows decode, the prompts' requests end."""
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))

@@ -1,4 +1,4 @@
-"""The batch in a thread, for programs with many threads or an event loop."""
+"""A batch that runs in a thread, for programs with many threads or an event loop."""
 
 import os
 import threading
@@ -29,13 +29,14 @@ class Load:
     Attributes:
         queued, prefilling, running: Numbers of requests that wait, that are being prefilled, and
             that decode.
-        kv_used: Share of the memory for keys and values that requests have.
+        kv_used: Share of the memory for keys and values that requests occupy.
         rounds: Rounds so far.
-        prefix_queries, prefix_hits: Number of tokens of all prompts, and of those whose keys and
-            values were kept from earlier prompts.
+        prefix_queries, prefix_hits: Number of tokens of all prompts, and number of these tokens
+            whose keys and values were kept from earlier prompts.
         drafted: Number of drafted levels that the last round verified.
-        pauses: Number of times that a request temporarily lost its keys and values to others.
-        round_tokens: Rounds by their prompt tokens and new tokens.
+        pauses: Number of times that a request temporarily lost its keys and values to other
+            requests.
+        round_tokens: Number of rounds by their total of prompt tokens and new tokens.
     """
 
     queued: int = 0
@@ -51,9 +52,9 @@ class Load:
 
 
 class Service:
-    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together. Each gets the tokens that it
-    would get alone; on a GPU without ``exact``, up to rounding, which depends on the other
-    requests.
+    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together. Each request gets the tokens
+    that it would get alone. On a GPU without ``exact`` this holds up to rounding, which depends on
+    the other requests.
 
     Other calls of the LLM wait for the service's rounds.
 
@@ -74,8 +75,8 @@ class Service:
         self._changed = threading.Condition()
         self._closing = self._stopping = False
         self._kv_used = 0.0
-        """The value of :attr:`Scheduler.kv_used` after the last step, because other threads must
-        not read the rows."""
+        """Copy of :attr:`Scheduler.kv_used` after the last step, because other threads must not
+        read the rows."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
@@ -118,7 +119,7 @@ class Service:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a text, prompt included, for which there is memory."""
+        """Maximum length, in tokens, of a text (prompt included) for which there is memory."""
         return self._scheduler.longest
 
     @property
@@ -169,7 +170,7 @@ class Service:
 
     @property
     def slots(self) -> int:
-        """Slots of the KV cache for which there is memory."""
+        """Number of KV cache slots for which there is memory."""
         return self._scheduler.slots
 
     @property

@@ -51,9 +51,9 @@ class DeviceSampler:
 
         Returns:
             A function from logits [n, V] float32 to float64. For the draft, its result is [n, 3,
-            count + 1]: the columns, best first; their log-probabilities; and these with noise. For
-            the verifier it is [n, 2]: the token, and 1 if the host would certainly choose it. The
-            function returns None if the device cannot make the noise.
+            count + 1]: the columns, best first; their log-probabilities; and the log-probabilities
+            with noise. For the verifier it is [n, 2]: the token, and 1 if the host would certainly
+            choose it. The function returns None if the device cannot make the noise.
         """
 
         def choose(logits: Tensor) -> Tensor | None:
@@ -115,7 +115,7 @@ class DeviceSampler:
 
 @cache
 def makes_noise(device: torch.device) -> bool:
-    """Whether a device makes the same noise as the host. Found out by a trial, as in
+    """Whether a device makes the same noise as the host. Tested by a trial, as in
     :func:`~.torch_quantized.fault_of_kernel`."""
     size = 9
     seed = 2**62 + 3
@@ -197,8 +197,8 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
 
     Returns:
         The scores, -inf where a filter certainly removes a token; a mask [n, V] of the tokens that
-        are certainly kept, None if all that are left are kept; and a mask [n] of the rows for which
-        the first two are certain, None if they are for all rows.
+        are certainly kept, None if all remaining tokens are kept; and a mask [n] of the rows for
+        which the first two results are certain, None if they are certain for all rows.
     """
     sure = clear = None
     if 0 < sampling.top_k < scores.shape[-1]:

@@ -45,14 +45,14 @@ class Node:
     Attributes:
         token: Its id.
         parent: The node before it; None for the root.
-        depth: Tokens after the root, up to and including this node.
+        depth: Number of tokens after the root, up to and including this node.
         logprob: Log-probability of its path under the draft.
         rank: Rank of its path: the sum of scores or, with a budget, the chance that the path is
             accepted.
         margin: Margin of its proposal.
-        index: Its slot, counted from the root's. While drafting, slots are in the order of
-            expansion; :meth:`DraftTree.prune` sets those of the verify pass. -1 if it is not in the
-            pass.
+        index: Its slot, counted from the root's slot. During drafting, slots are in the order of
+            expansion; :meth:`DraftTree.prune` sets the slots of the verify pass. -1 if the node is
+            not in the pass.
         expanded: Whether the draft continues from it.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
@@ -99,8 +99,8 @@ class Share(NamedTuple):
     """The part of a batch's verify pass that one row may use.
 
     Attributes:
-        levels: Maximum number of levels of a draft without a budget.
-        price: Maps numbers of the draft's nodes to their prices, for a budget.
+        levels: For a draft without a budget: maximum number of levels.
+        price: For a draft with a budget: maps numbers of the draft's nodes to their prices.
     """
 
     levels: int
@@ -208,7 +208,7 @@ class DraftTree:
         ]
 
     def follow(self, tokens: Sequence[int], source: str) -> None:
-        """Append a chain of another drafter to the best path. Drafting ends there."""
+        """Append another drafter's chain to the best path. Drafting ends there."""
         parent = self.frontier[0]
         for token in tokens:
             node = Node(token, parent, parent.depth + 1, index=len(self.nodes), source=source)
@@ -219,15 +219,15 @@ class DraftTree:
     def join(
         self, node: Node, tokens: Sequence[int], chances: Sequence[float], source: str
     ) -> None:
-        """Add a path of another drafter to a budget's candidates. Call it when drafting is done.
+        """Add another drafter's path to a budget's candidates. Call this when drafting is done.
 
-        The tree must have a budget: in a tree without a budget, rejection sampling allows a sampled
-        child no siblings.
+        The tree must have a budget: without a budget, a child that rejection sampling has sampled
+        may have no siblings.
 
         Args:
             node: The node before the path.
             tokens: The path.
-            chances: Chance of each token, given that all before it are right.
+            chances: Chance of each token, given that all tokens before it are right.
             source: Name of the drafter.
         """
         for token, chance in zip(tokens, chances, strict=True):
@@ -336,7 +336,7 @@ def _best_path(candidates: Sequence[Node]) -> list[Node]:
 
 
 def _rescale(node: Node, factor: float) -> None:
-    """Multiply the values of a node and of all its descendants."""
+    """Multiply the values of a node and all its descendants."""
     node.rank *= factor
     for child in node.candidates:
         _rescale(child, factor)

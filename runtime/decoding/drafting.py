@@ -30,7 +30,7 @@ class Drafter:
     Attributes:
         engine: The draft engine.
         controller: Decides after each level whether to draft another one.
-        tree_width: Number of nodes of a level; 1 for a chain.
+        tree_width: Number of nodes per level; 1 for a chain.
         budget: Chooses the nodes to verify; None verifies all nodes.
         columns: Tokens of the columns of the draft's logits.
         name: Its name in statistics, reports and the guard's accounts.
@@ -99,9 +99,9 @@ class Speculation:
     Attributes:
         controller: Decides how far to draft: a name and options for
             :func:`eesd.controllers.make_controller`.
-        tree: Number of nodes of a level of the draft tree, where a budget leaves out candidates
-            that are not worth their place in the verify pass. 1 is a chain with second candidates.
-            0 is a chain without a budget.
+        tree: Number of nodes per level of the draft tree. A budget leaves out candidates that are
+            not worth their place in the verify pass. 1 is a chain with second candidates. 0 is a
+            chain without a budget.
         guard: Whether to pause a drafter while it is slower than plain decoding.
         seed: Seed of the controller's random generator.
         drafter: ``exit`` drafts with the exit head, ``text`` with repetitions in the text (the

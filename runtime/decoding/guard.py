@@ -14,19 +14,19 @@ class Terms:
     """The terms on which drafters may lose time. The unit of time is a plain step.
 
     ``stake`` and ``allowance`` are the promise: a drafter that does not pay loses about one step at
-    first, and then half a percent of the time. The other terms keep errors of measurement from
-    breaking it. ``eesd-bench starts`` simulates processes on disturbed machines: with these values,
-    a drafter that pays is never locked out, and any other drafter soon stops (decision 0086).
+    first, and then half a percent of the time. The other terms keep measurement errors from
+    breaking this promise. ``eesd-bench starts`` simulates processes on disturbed machines: with
+    these values, a drafter that pays is never locked out, and any other drafter soon stops
+    (decision 0086).
 
     Attributes:
         stake: Balance of a new account.
-        allowance: Added to every account for each committed token.
+        allowance: Amount added to every account for each committed token.
         most: Largest balance: earlier gains can pay for at most one bad text.
-        margin: Gain that a drafting round must exceed, because errors of measurement can be as
-            large.
+        margin: Gain that a drafting round must exceed, because measurement errors can be as large.
         doubt: Number of rounds without luck that are added to the observed rounds when luck is
             averaged, because a few rejections prove nothing.
-        memory: Number of rounds, or of tokens in a pause, over which an account forgets rounds.
+        memory: Time constant of an account's memory: rounds or, during a pause, tokens.
         trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
             balance must be able to pay for to end a pause. A first call may take ten times as long
             as later ones: without a trial, a process that paused after its first draft drafted
@@ -35,12 +35,13 @@ class Terms:
             processor's caches filled by the draft.
         near: Number of plain rounds in a probe, and of drafting rounds on either side that are
             compared with it. They are near in time, so they run under the same load.
-        first_interval: Drafting rounds before the second probe; the interval doubles each time.
+        first_interval: Number of drafting rounds before the second probe; the interval doubles each
+            time.
         longest_interval: Largest interval.
-        sure: Expected tokens, besides the bonus token, from which a drafter may draft even in a
-            pause. The text's tokens are judged in a pause, too, so their expectation is up to date.
-            Without this rule, a stall that overdrew the account would stop the copying of repeated
-            text.
+        sure: Expected number of tokens, besides the bonus token, from which on a drafter may draft
+            even during a pause. The text's tokens are judged during a pause, too, so this estimate
+            is up to date. Without this rule, a stall that overdrew the account would stop the
+            copying of repeated text.
         slower: Factor by which the pace must change for plain decoding to be measured at once.
     """
 
@@ -63,7 +64,7 @@ TERMS = Terms()
 
 
 class StepPrices:
-    """Prices of a part of a round, in plain steps, by a count.
+    """Prices of a part of a round by a count of steps or nodes. The unit is a plain step.
 
     Attributes:
         medians: The price of each count: a median, because stalls of the machine do not move it.
@@ -167,9 +168,10 @@ class Guard:
     """Lets a drafter draft while its account is not overdrawn. Each drafter has an account, by
     name.
 
-    Tokens are counted, so only luck needs an estimate. Seconds are noisy, and change with the load
-    of the machine. So a round is not charged the time that it took, but the median *price* of such
-    rounds in plain steps. Prices are measured only close to plain rounds, under the same load.
+    Tokens are counted, so only luck needs an estimate. Seconds are noisy, and change with the
+    machine's load. So the charge for a round is not the time that it took, but the median *price*,
+    in plain steps, of such rounds. Prices are measured only close to plain rounds, under the same
+    load.
 
     Attributes:
         pauses: Number of pauses so far. Counted by :meth:`observe`.
@@ -180,8 +182,7 @@ class Guard:
         self.pauses = 0
         self._terms = terms
         self._verify = StepPrices()
-        """Prices by number of nodes. They include all the time of a round except that of its
-        draft."""
+        """Prices by number of nodes, for all the time of a round except its draft."""
         self._accounts: dict[str, Account] = {}
         self._tokens = 0
         """Tokens of all rounds."""
@@ -221,7 +222,7 @@ class Guard:
             self._measure_draft(outcome, account.draft)
             pauses = account.drafted(outcome)
             self.pauses += pauses
-            if account.paused:  # the load now must not affect the trial after the pause
+            if account.paused:  # the current load must not affect the trial after the pause
                 (account.draft if outcome.steps else self._verify).forget()
         self._tokens += outcome.accepted + 1
         for account in self._accounts.values():

@@ -26,9 +26,9 @@ LOGIT_CHUNK = 64
 """Maximum number of prompt tokens whose logits are in memory at the same time."""
 
 Observer = Callable[[Sequence[int], Logits], None]
-"""Called after each round with its committed tokens and the verifier's logits before each of them
-[tokens, V]. The logits are valid only during the call. Without an observer they may stay on the
-device."""
+"""Called after each round with its committed tokens and the verifier's logits [tokens, V] that each
+of them was chosen from. The logits are valid only during the call. Without an observer the logits
+may stay on the device."""
 
 
 class TokenSequence:
@@ -47,7 +47,7 @@ class TokenSequence:
         sampler: The sampler that chooses its tokens. Set by the constructor.
         index: Index that finds repetitions in the tokens. Extended by each round.
         observer: Called after each commit; None if nobody reads the logits.
-        drafted_to: End of the slots with drafted tokens that verify has not overwritten. Set by
+        drafted_to: End of the slots with drafted tokens that no verify pass has overwritten. Set by
             draft steps, and reset to 0 by each commit.
     """
 
@@ -104,8 +104,8 @@ class TokenSequence:
             self.add_piece(piece, outputs, time.perf_counter() - started)
 
     def next_piece(self, most: int) -> Call | None:
-        """The call of the next piece of the prompt, at most ``most`` tokens; None if the prompt is
-        complete."""
+        """The call for the next piece of the prompt, of at most ``most`` tokens; None if the prompt
+        is complete."""
         self.check_open()
         start = self._prefilled
         logits = self._scored < self._to_score
@@ -127,8 +127,8 @@ class TokenSequence:
 
     @property
     def unfilled(self) -> int:
-        """Number of tokens that are not in the cache yet: of the prompt, or of a text that was
-        moved."""
+        """Number of tokens that are not in the cache yet: tokens of the prompt, or of a text that
+        was moved to another cache."""
         return self._target - self._prefilled
 
     # Rounds
@@ -198,7 +198,8 @@ class Round:
         drafting: Drafters of this round.
         error: Set if the round fails. Its sequence is then unchanged, unless there is a result.
         result: Set by :meth:`commit`.
-        kv_cache: The sequence's cache. Set by :meth:`begin`, like all attributes below.
+        kv_cache: The sequence's cache. Set by :meth:`begin`, like the attributes down to
+            ``length``.
         tree: The draft. Each draft step adds to it.
         proposal: The text's proposal after the root.
         drafter: The drafter of this round; None if no drafter with an engine may draft.
@@ -275,8 +276,8 @@ class Round:
 
     def next_draft(self) -> Call:
         """The draft call after the last level. It requests several levels if the draft is a chain
-        of the engine's most likely tokens: all levels if the controller fixed their number, and the
-        controller's ``steps_at_once`` if it did not."""
+        of the engine's most likely tokens: all levels if the controller fixed their number, or else
+        the controller's ``steps_at_once``."""
         sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
@@ -337,7 +338,7 @@ class Round:
         return call
 
     def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
-        """Accept the tokens that the verifier agrees with, and commit them.
+        """Accept the drafted tokens that equal the verifier's, and commit them.
 
         Args:
             outputs: The verifier's outputs for the call of :meth:`complete`.
@@ -346,7 +347,7 @@ class Round:
         sequence = self.sequence
         tree = self.tree
         tokens = sequence.tokens
-        sequence.drafted_to = 0  # verify has overwritten the slots of the draft
+        sequence.drafted_to = 0  # the verify pass has overwritten the draft's slots
         path, bonus = sequence.sampler.accept(tree.root, outputs)
         if sequence.engines.in_place:
             path, bonus = cut_displaced(path, bonus)
@@ -420,7 +421,7 @@ class Round:
         )
 
     def _add_text(self, text: TextRule, joins: bool) -> None:
-        """Add the text's proposal after the best drafted path to the draft. If the draft has a
+        """Extend the draft with the text's proposal after the best drafted path. If the draft has a
         budget (``joins``), also add the text's proposal after the root."""
         tree = self.tree
         if joins:
@@ -564,7 +565,7 @@ class Policy:
             rounds: All rounds.
             calls: Verify calls of the rounds that had not failed by then.
             seconds: Seconds of drafting, and of the rest of the round.
-            prompts: Calls of the pieces of prompts that ran in the same verify call.
+            prompts: Calls of the prompt pieces that ran in the same verify call.
         """
 
 
@@ -577,8 +578,8 @@ def run_round(
     policy: Policy = EACH_ALONE,
     pieces: Sequence[PromptPiece] = (),
 ) -> list[Round]:
-    """Run one round: a draft call for each level, and one verify call, which also takes pieces of
-    prompts.
+    """Run one round: a draft call for each level, and one verify call, which also takes prompt
+    pieces.
 
     A round is a transaction for each sequence: an error of one sequence is stored as its round's
     ``error``, and the other sequences go on. If an engine fails, nothing is committed, and the

@@ -141,8 +141,8 @@ class SpecSampler:
         raise NotImplementedError
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
-        """Accept a path of the tree by the verifier's outputs. The outputs for a node are in the
-        row ``node.index``."""
+        """Accept a path of the tree according to the verifier's outputs. The outputs for a node are
+        in row ``node.index``."""
         raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:

@@ -18,7 +18,7 @@ Vector = NDArray[np.float64]
 LIKELY = 9.0
 """Tokens within this many nats of the most likely one are tried first."""
 BLOCK = 32
-"""Number of scores in a block when the k-th largest score is searched."""
+"""Number of scores per block in the search for the k-th largest score."""
 METHODS = ("coupled", "rejection")
 
 
@@ -216,8 +216,8 @@ def _kth_largest(scores: Vector, k: int) -> np.float64:
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
     """The smallest set of most likely tokens with a total probability of at least ``top_p``: their
     indices, ascending."""
-    # A set of the most likely tokens with enough probability contains the nucleus, so the others
-    # need not be sorted.
+    # A set of the most likely tokens with enough probability contains the nucleus, so the other
+    # tokens need not be sorted.
     for reach in (LIKELY, 2 * LIKELY, np.inf):
         candidates = np.flatnonzero(logprobs >= logprobs.max() - reach)
         order = candidates[np.argsort(-logprobs[candidates], kind="stable")]

@@ -9,8 +9,7 @@ from eesd.controllers.base import TEXT, RoundOutcome
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """One round's committed tokens, and its costs for statistics. Only the tokens count in
-    comparisons.
+    """One round's committed tokens, and its costs for statistics, which comparisons ignore.
 
     Attributes:
         tokens: At least one token. The first ``num_accepted`` were drafted; the bonus token follows

@@ -15,8 +15,8 @@ from eesd.controllers.text_rule import TextRule
 LEAST_VALUE = 0.05
 """A token whose path has a lower chance is not proposed."""
 COUNTED_LINKS = 32
-"""Maximum number of states whose occurrences a new token counts. Only very repetitive texts have
-longer chains of suffix links; for them, the counts of short matches are too low."""
+"""Maximum number of states whose counts of occurrences a new token updates. Only very repetitive
+texts have longer chains of suffix links; for them, the counts of short matches are too low."""
 
 
 class Match(NamedTuple):
@@ -166,8 +166,8 @@ class TextProposal(NamedTuple):
         tokens: The proposed path.
         steps: For each token, length and counts of the match before it, for the rule. Empty for
             tokens that must follow.
-        chances: Chance of each token, given that all before it are right.
-        path_chances: For each token, the chance that it and all before it are right.
+        chances: Chance of each token, given that all tokens before it are right.
+        path_chances: For each token, the chance that it and all tokens before it are right.
     """
 
     tokens: list[int]
