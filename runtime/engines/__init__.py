@@ -1,1 +1,1 @@
-"""Engines: one protocol, one KV cache, and a file or two for each backend."""
+"""Engines: a protocol, the KV caches, and a file or two for each backend."""

@@ -49,15 +49,16 @@ class Engines(NamedTuple):
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
         notice: A message for the user on how this machine runs the directory; may be empty.
-        exact: True if calls of every number of rows give the same bits by construction; None if
+        exact: True if, by construction, calls give the same bits for every number of rows; None if
             unknown.
-        exact_trees: Whether a node of a tree has the same bits as at the end of its path as a
-            chain.
+        exact_trees: Whether a node of a tree has the same bits as the last node of a chain with the
+            same path.
         in_place: Whether logits are valid only for nodes whose slot is the same as in a chain.
-        last_positions: The positions after which verify uses another kernel, ascending. A round
-            must end at or before the next of them, or tokens would depend on the draft.
-        span: Returns a context manager for the name of a part of a request, which marks the part
-            while it runs.
+        last_positions: The positions after which the verify engine uses another kernel, ascending.
+            A round must end at or before the next of these positions, or tokens would depend on the
+            draft.
+        span: Takes the name of a part of a request, and returns a context manager that marks the
+            part while it runs.
     """
 
     verify: Engine
@@ -86,7 +87,7 @@ class EngineOptions:
         backend: A name in :data:`BACKENDS`.
         threads: CPU threads of an engine; None: :func:`default_threads`, divided among the ranks.
         draft: Whether to load the draft engine.
-        exact: With True, drafting changes no bit of a logit: on a GPU every pass of verify has the
+        exact: With True, drafting changes no bit of a logit: on a GPU every verify pass has the
             same node count, and if trees round unlike chains, a tree's accepted path is cut where
             its bits would differ. With None, passes on a GPU have the same node count if that costs
             little, and paths are cut only if activations are int8. With False, passes on a GPU have
@@ -96,7 +97,8 @@ class EngineOptions:
             always multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
             float32.
-        nvtx: Whether to mark prefill, draft, verify and accept as NVTX ranges for Nsight Systems.
+        nvtx: Whether to mark the phases prefill, draft, verify and accept as NVTX ranges for Nsight
+            Systems.
 
     Raises:
         EESDError: A value has another type, or is unknown or out of range.
@@ -127,8 +129,8 @@ class EngineOptions:
         return self.threads or max(default_threads() // ranks(), 1)
 
     def refuse_choices(self, backend: str) -> None:
-        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen: this
-        backend does not support a choice."""
+        """Raise :class:`EESDError` if a type of activations or of the KV cache is chosen, because
+        this backend supports no choice of types."""
         for name, chosen in (
             ("activations", "its activations"),
             ("kv_cache_dtype", "the type of its KV cache"),
@@ -166,7 +168,7 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
 
 
 def _check_weights(directory: Path, manifest: Manifest) -> None:
-    """Check the weights that all backends read except the CPU engine and TensorRT plans.
+    """Check the weights, which all backends except the CPU engine and TensorRT plans read.
 
     Raises:
         EESDError: The weights are only in the build for the CPU, or a file was changed."""

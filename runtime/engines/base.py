@@ -13,7 +13,7 @@ from eesd.common.manifest import Manifest
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
 """Function that runs on the device after a call. It maps the logits [n, V] to the values for the
-host [n, ...] in float64, both tensors on the device, or to None."""
+host [n, ...] in float64, or to None. Both tensors are on the device."""
 Values = NDArray[Any]
 """Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in the backend's order of layers.
 16-bit values are represented by their bits."""
@@ -26,8 +26,8 @@ class StepOutputs:
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
         chosen: Result of the call's :data:`Choose`, [n, ...], if there was one.
-        levels: Number of levels that a draft call ran. If there are several, each has one of the n
-            rows.
+        levels: Number of levels that a draft call ran. If there are several, row i belongs to level
+            i.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class StepOutputs:
         levels: int = 1,
     ) -> None:
         """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a
-        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], which
-        are fewer bytes to fetch than the logits."""
+        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], so
+        that fewer bytes than those of the logits are fetched."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -73,7 +73,8 @@ class StepOutputs:
 
 
 def most_likely(logits: Logits) -> int:
-    """The most likely token by logits [V]; among equals, the token with the lowest id.
+    """The most likely token by logits [V]; among equally likely tokens, the token with the lowest
+    id.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -104,7 +105,7 @@ class KVCache(Protocol):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the cache takes whatever the length of the text; 0 if its size follows the
+        """Bytes that the cache takes regardless of the text's length; 0 if its size follows the
         text."""
 
     def reserve(self, slots: int) -> None:
@@ -126,8 +127,8 @@ class KVCache(Protocol):
         """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
 
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. The result
-        may be a view of the memory."""
+        """Keys and values of all layers in the slots from ``start`` to ``stop - 1``. The result may
+        be a view of the memory."""
 
     def fill(self, start: int, values: Values) -> None:
         """Write the result of :meth:`values` of a similar cache to the slots from ``start`` on, for
@@ -140,19 +141,19 @@ class Call(NamedTuple):
 
     Attributes:
         kv_cache: The cache of the sequence, with room for the tokens.
-        tokens: Ids [n]: those of a round or, if ``logits`` is False, a piece of a prompt, at most
+        tokens: Ids [n] of a round's tokens or, if ``logits`` is False, of a prompt piece, at most
             :attr:`Engine.prefill_chunk`.
         positions: Positions in the text [n], for the rotary embedding.
         slot: Slot of the first token.
-        context_len: With a ``tree_mask``, every token sees the slots below this number.
+        context_len: With a ``tree_mask``, every token sees all slots below this slot.
         tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
             token sees in addition. None if the tokens are a chain: each sees every slot up to its
             own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
         choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
         levels: For a draft engine: maximum number of levels to draft after a single token, each
-            from the most likely token of the level before. An engine may draft fewer levels, but at
-            least one. Several levels have no logits.
+            after the most likely token of the previous level. An engine may draft fewer levels, but
+            at least one. Several levels have no logits.
     """
 
     kv_cache: KVCache
@@ -206,8 +207,8 @@ class Engine(Protocol):
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """Run calls of different sequences, in one pass if the backend can. Every token gets the
-        same bits as alone; on a GPU without ``exact``, the bits depend on the number of nodes and
-        slots that the longest sequence needs.
+        same bits as when it runs alone; on a GPU without ``exact``, the bits depend on the number
+        of nodes and slots that the longest sequence needs.
 
         Returns:
             The outputs of each call, which are empty for a call without logits.

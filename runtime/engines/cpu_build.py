@@ -1,7 +1,7 @@
 """The build of ``eesd-build --target cpu``, which the CPU engine maps into memory: packed weights,
-and graphs of this project's operators. It is the same for all kernels.
+and graphs of this project's operators. The build is the same for all kernels.
 
-It is in a directory ``cpu-KEY`` in the engine directory. The key is a hash of the engine
+The build is in a directory ``cpu-KEY`` in the engine directory. The key is a hash of the engine
 directory's contents and the version of the layout, so a stale build is never found.
 """
 
@@ -93,11 +93,11 @@ def describe_build(place: Path) -> str:
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights of which the draft's products read only the upper 4 bits, and those of
-    verify all 8.
+    """Names of the weights of which the draft's products read only the upper 4 bits, and the verify
+    graph's products all 8.
 
-    A draft that is the whole model shares these weights with verify. They include the embedding
-    table if it is also the LM head.
+    A draft that is the whole model shares these weights with the verify graph. They include the
+    embedding table if it is also the LM head.
     """
     whole = manifest.exit_head.is_whole(manifest.geometry)
     alone = not manifest.geometry.tied_embeddings

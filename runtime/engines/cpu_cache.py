@@ -29,28 +29,27 @@ TILE = 16
 KEPT = 64 << 20
 """Bytes that a cache may keep when another text begins; pages beyond them are released."""
 HEADER = 64
-"""Bytes of the header before the states of a layer: the number of slots after which each state
-stands, and which state is committed."""
+"""Bytes of the header before the states of a layer: each state's number of preceding slots, and the
+index of the committed state."""
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE, with which reserved addresses do not count as memory."""
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Number of slots of a cache: those of the text, and room for the nodes of a round after
-    them."""
+    """Number of slots of a cache: the text's slots, and then room for the nodes of a round."""
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
 def tile_bytes(manifest: Manifest) -> int:
-    """Bytes of all tiles of a cache of float32."""
+    """Bytes of all tiles of a float32 cache."""
     geometry = manifest.geometry
     width = _width(geometry.head_dim)
     return 8 * manifest.num_caches * geometry.num_kv_heads * slots_of(manifest) * width
 
 
 def states_at(manifest: Manifest) -> dict[int, range]:
-    """Where the states of layers with the delta rule lie in a cache of float32, in bytes from its
-    start, by the index of a layer's first cache."""
+    """Byte ranges, in a float32 cache, of the states of layers with the delta rule, by the index of
+    a layer's first cache."""
     geometry = manifest.geometry
     rule = geometry.delta
     if rule is None:
@@ -74,7 +73,8 @@ class CpuKVCache:
 
     Args:
         manifest: Manifest of the engine directory.
-        dtype: A type in :data:`KV_CACHE_DTYPES`, to which attention rounds what it writes.
+        dtype: A type in :data:`KV_CACHE_DTYPES`, to which attention rounds the numbers that it
+            writes.
 
     Attributes:
         address: Address of the memory; a multiple of 4096.
@@ -150,7 +150,7 @@ class CpuKVCache:
         self._drop_states(0)
 
     def _drop_states(self, start: int) -> None:
-        """Drop states after slots from ``start`` on, which are about to change."""
+        """Drop the states that include slots from ``start`` on, which are about to change."""
         for after in self._after:
             after[after > start] = 0
 
@@ -220,7 +220,7 @@ class _Records:
 
 
 class _Rows:
-    """The keys and values of successive layers with the same sizes of heads: views of the memory.
+    """The keys and values of successive layers with the same head sizes: views of the memory.
 
     Args:
         memory: [layers, 2, KV, S / 16, bytes of a tile] of the caches.
@@ -289,7 +289,8 @@ def _width(size: int) -> int:
 
 
 def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """For each cache the first one of its layer's states or -1, KV heads, and values of a head."""
+    """For each cache: the first cache of its layer's states, or -1; KV heads; and values of a
+    head."""
     geometry = manifest.geometry
     found = [(-1, geometry.num_kv_heads, geometry.head_dim)] * manifest.num_caches
     for first in states_at(manifest):
@@ -305,8 +306,8 @@ def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
 
 
 def _shaped(values: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
-    """Rows [..., heads, n, columns] of slots as [..., *shape], with zeros at the end or without
-    them."""
+    """Rows [..., heads, n, columns] of slots as [..., *shape], with zeros added or removed at the
+    end."""
     heads, columns = shape
     if values.shape[-3::2] == shape:
         return values

@@ -1,9 +1,9 @@
-"""The CPU engine: ONNX Runtime with this project's operators. They read packed weights, and read
-and write caches in place.
+"""The CPU engine: ONNX Runtime with this project's operators. The operators read packed weights,
+and read and write caches in place.
 
 A call takes any tokens of any sequences. Each token has a cache, a position, a slot, and a list of
-the slots that it sees, and gets the same bits as alone. Nothing is padded, and no token's cost
-depends on another token's text.
+the slots that it sees, and gets the same bits as when it runs alone. Nothing is padded, and no
+token's cost depends on another token's text.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class CpuEngine:
         Args:
             build: Result of :func:`~eesd.runtime.engines.cpu_build.built_for_cpu`.
             manifest: The directory's manifest.
-            stages: The stages of verify, or the draft graph.
+            stages: The stages of the verify graph, or the draft graph.
             threads: CPU threads.
             int8_activations: Whether products with levels round activations to 8 bits, by blocks
                 of 32.
@@ -219,8 +219,8 @@ def _paths(call: Call) -> list[list[int]]:
 
 
 def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[int]:
-    """The inputs of a pass for the tokens of a call, five numbers for each token. ``paths`` is
-    empty for a chain."""
+    """A pass's inputs for the tokens of a call, five numbers for each token. ``paths`` is empty for
+    a chain."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
     address = kv_cache.address
@@ -242,8 +242,8 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
 def _outputs(
     calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool
 ) -> list[StepOutputs]:
-    """Views of the results of each call. The results are those ``of_all`` tokens, or only of tokens
-    with logits."""
+    """Views of the results of each call. The results have rows for all tokens (``of_all``), or only
+    for tokens with logits."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]
     found = []

@@ -21,7 +21,7 @@ class CapturedGraph:
     work simply runs each time.
 
     Callers pass the same work to each method. The graph does not store it, because a reference
-    cycle with the owner would hold memory on the GPU until the garbage collector runs.
+    cycle with the owner would hold GPU memory until the garbage collector runs.
     """
 
     def __init__(self, stream: DeviceStream, pool: Any) -> None:
@@ -74,8 +74,8 @@ class CapturedGraph:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep Python's garbage collector from running, because freeing memory of the GPU is an error
-    while work is captured."""
+    """Keep Python's garbage collector from running, because freeing GPU memory is an error while
+    work is captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:

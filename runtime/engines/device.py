@@ -67,7 +67,7 @@ class DeviceStream:
 
     def lies_here(self, tensor: Tensor) -> bool:
         """Whether a tensor is on this device. A device without an index, such as the CPU, matches
-        any of its type."""
+        any device of its type."""
         return tensor.device.type == self.device.type and self.device.index in (
             None,
             tensor.device.index,
@@ -84,12 +84,12 @@ class DeviceStream:
 
 
 def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]:
-    """Assign a stream to each stage of verify. Stages on one GPU share its stream.
+    """Assign a stream to each verify stage. Stages on one GPU share its stream.
 
     Args:
         stages: Number of stages.
-        device: ``cuda`` spreads the stages over all GPUs that torch sees; ``cuda:1`` uses one GPU,
-            ``cpu`` none. Default: ``cuda`` if torch sees a GPU, ``cpu`` if not.
+        device: ``cuda`` spreads the stages over all GPUs that torch sees, ``cuda:1`` uses one GPU,
+            and ``cpu`` uses no GPU. Default: ``cuda`` if torch sees a GPU, ``cpu`` if not.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
@@ -105,13 +105,13 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
 
 class AttentionMask:
-    """For each node of a call, the slots that it sees among the first s.
+    """For each node of a call, the slots that it sees among the first s slots.
 
     Attributes:
         outline: A tensor that has the shape of the mask [B, 1, n, s], but no memory for it.
-        tree: For a tree, two tensors: a slot [B] below which every node sees all slots; and 1 for
-            each slot from there on that a node sees, [B, n, width], 0 for other columns. None for a
-            chain, whose nodes see the slots up to their own.
+        tree: For a tree, two tensors: a slot [B] below which every node sees all slots; and, from
+            this slot on, 1 for each slot that a node sees and 0 for the other slots, [B, n, width].
+            None for a chain, whose nodes see the slots up to their own slot.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class StepInputs:
         position_ids: Positions [B, n].
         write_indices: Slot of each sequence's first node [B].
         mask: Mask [B, 1, n, s]; attention reads the first s slots of the caches.
-        logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores
-            them.
+        logit_rows: The nodes of each sequence that get logits from the verify graph, [R]. The draft
+            graph ignores them.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
 
@@ -192,7 +192,7 @@ overwrites the results."""
 
 
 class StageRunner(Protocol):
-    """A graph, loaded on a device: the draft, or one stage of verify."""
+    """A graph, loaded on a device: the draft graph, or one verify stage."""
 
     @property
     def graph(self) -> GraphInfo: ...
@@ -211,8 +211,8 @@ class StageRunner(Protocol):
 class ResultMemory:
     """Memory for the outputs of a graph that are not caches.
 
-    Calls of all node counts share the memory, because logits are large, and only the results of the
-    last call are used.
+    Calls of all node counts share the memory, because logits are large, and only the last call's
+    results are used.
     """
 
     def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:

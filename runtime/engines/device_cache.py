@@ -21,8 +21,7 @@ from eesd.runtime.engines.kv_cache import STEP, grown
 class RowMemory:
     """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
 
-    If the stages of verify run on several devices, each device has a shard: the layers of its
-    stage.
+    If the verify stages run on several devices, each device has a shard: the layers of its stage.
 
     Attributes:
         shards: Tensors [layers, 2, B, KV, S, D].
@@ -51,11 +50,11 @@ class RowMemory:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
             rows: B.
-            grow: Whether to begin with few slots, and follow the longest text. If False, all
+            grow: Whether to begin with few slots, and grow with the longest text. If False, all
                 ``gpu_slots`` of the manifest are allocated.
             slots: Initial number of slots of memory that grows.
-            spare: Number of slots, in memory that grows, after those that tokens may use. They are
-                for nodes that only fill a call.
+            spare: Number of slots, in memory that grows, after the slots that tokens may use. The
+                spare slots are for nodes that only fill a call.
             given: Memory that the caller owns: a tensor for each shard, or a tensor [2, B, KV, S,
                 D] for each layer. Default: allocate with torch.
 
@@ -139,7 +138,7 @@ class RowMemory:
         used = max(self._reserved)
         capacity = self.slots - self._spare
         most = max(used, self._first)
-        # Do not copy the other rows if that would save little.
+        # Do not copy the other rows if that would save little memory.
         if not self.fixed and capacity > most + (STEP if used else 0):
             self._resize(most, used)
         for shard in self.active_shards():
@@ -263,8 +262,8 @@ class DeviceKVCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Aligned zeros in main memory, whose untouched pages take no memory. Bits of products may
-    depend on the alignment."""
+    """Aligned zeros in main memory, whose untouched pages take no memory. The alignment may affect
+    the bits of products."""
     size = prod(shape) * dtype.itemsize
     memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -1,15 +1,16 @@
 """The engine of the GPU backends: rows, padding to buckets, and prompts.
 
-Calls of a round over caches of one memory run as one call. On a GPU this call has all rows of the
+A round's calls over caches of one memory run as one call. On a GPU this call has all rows of the
 memory, so that CUDA graphs stay valid. In exact engines it always has the same node count and all
-slots, so the same kernel computes a row, whatever runs with it; other engines use the smallest call
-that holds the longest row. If a row's states do not depend on the number of rows, an exact call of
-one sequence may have few nodes, too, and only the LM head computes the full number of rows.
+slots, so the same kernel computes a row, whatever other rows run with it; other engines use the
+smallest call that holds the longest row. If a row's states do not depend on the number of rows, an
+exact call of one sequence may have few nodes, too, and only the LM head computes the full number of
+rows.
 
 The order of a call:
 
-1. :meth:`DeviceEngine.forward` runs pieces of prompts one after another, and then the calls of a
-   round together.
+1. :meth:`DeviceEngine.forward` runs prompt pieces one after another, and then the calls of a round
+   together.
 2. It pads the nodes to a bucket, and takes or makes the
    :class:`~eesd.runtime.engines.forward_step.ForwardStep` of this size.
 3. ``ForwardStep.set_inputs`` writes the inputs of all rows into one piece of pinned host memory.
@@ -20,7 +21,7 @@ The order of a call:
 6. The host waits once.
 
 A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain: it runs step 4 for each token,
-where each token comes from the previous run.
+which comes from the previous run.
 """
 
 import logging
@@ -48,9 +49,9 @@ BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 38
 """Node counts to which calls on a GPU are padded. Results of padding nodes are ignored."""
 ROW_BUCKETS = (1, 2, 4, 8, 32, 128)
 """Buckets of calls of several rows on engines that are not exact, up to half a round. There are few
-because each bucket is captured for each number of slots."""
+buckets because each is captured for each number of slots."""
 LARGEST_LEVEL = 8
-"""Maximum number of nodes of a row in the draft calls over several rows that are prepared."""
+"""Maximum number of nodes per row in the prepared draft calls over several rows."""
 MOST_STEPS = 256
 """Maximum number of prepared calls over a memory; the least recently used call is dropped. On the
 CPU, where rows come and go, each prepared call holds a mask of B x n x S numbers."""
@@ -94,15 +95,15 @@ class DeviceEngine:
         slots: Numbers of slots that attention may read, ascending; the last is the whole cache.
             A call reads the smallest number that holds its padded nodes. If empty, calls read the
             whole cache.
-        multiple: Without buckets, calls are padded to a multiple of this.
+        multiple: Without buckets, calls are padded to a multiple of this number.
         prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether rows of a batch must not change each other's logits. If so, their calls have
-            one node count and read whole caches. If not, a call has the smallest of
+            one node count and read whole caches. If not, a call uses the smallest of
             :attr:`row_buckets`, and the smallest number of slots, that hold its longest row.
         on_warm_up: Called with each graph at the end of :meth:`prepare`.
         least_logits: Minimum number of rows that the LM head computes for a sequence in a round.
-        cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. It has no
-            effect on the CPU.
+        cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. No effect
+            on the CPU.
         chooses: Whether sessions let the device choose tokens instead of copying logits. Default:
             True on a GPU.
     """
@@ -213,7 +214,7 @@ class DeviceEngine:
     @property
     def last_positions(self) -> tuple[int, ...]:
         """The last positions before attention reads more slots, ascending. Tokens between two of
-        them are computed by the same kernel.
+        these positions are computed by the same kernel.
 
         Empty if rounds have several node counts, because tokens may depend on the draft anyway.
         """
@@ -267,8 +268,8 @@ class DeviceEngine:
 
     @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. Pieces of prompts that run before
-        a round, one after another.
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. Prompt pieces run before a round,
+        one after another.
 
         A call is finished when this returns.
         """
@@ -302,7 +303,7 @@ class DeviceEngine:
         return NO_OUTPUTS
 
     def _staged(self, call: Call) -> StepOutputs:
-        """Run a call of one row in the memory of a single sequence, over which calls are captured
+        """Run a call of one row in the memory of a single sequence, so that calls are captured
         once, and not for each row."""
         row = _row(call.kv_cache)
         stop = call.slot + len(call.tokens)
@@ -339,13 +340,13 @@ class DeviceEngine:
             slot = slot + count
 
     def _together(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of a round over caches of one memory."""
+        """Run a round's calls over caches of one memory."""
         if self.buckets == (1,) and any(len(call.tokens) > 1 for call in calls):
             return self._one_by_one(calls)
         return self._run(calls)
 
     def _one_by_one(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of the draft as a call for each node, with its row of the mask."""
+        """Run draft calls node by node, each node with its row of the mask."""
         kept: list[list[Tensor]] = [[] for _ in calls]
         found: list[list[StepOutputs]] = [[] for _ in calls]
 
@@ -392,7 +393,8 @@ class DeviceEngine:
         )
 
     def _draft_chain(self, call: Call) -> StepOutputs:
-        """Draft the levels of a call without the host in between. The outputs have no logits."""
+        """Draft the levels of a call without involving the host between them. The outputs have no
+        logits."""
         memory = _row(call.kv_cache).memory
         row = _row(call.kv_cache).row
         prepared = self._prepared_over(memory)
@@ -471,8 +473,8 @@ class _Prepared:
         version: Version of the memory for which they are prepared.
         steps: Calls by first row, number of rows, nodes and slots that attention reads, and
             ``only_caches``.
-        loops: Chains of the draft by row and number of slots.
-        staging: Cache in which prompts of fixed rows run. Made by the first of these prompts.
+        loops: Draft chains by row and number of slots.
+        staging: Cache in which the prompts of fixed rows run. Made for the first such prompt.
     """
 
     pool: object
@@ -547,19 +549,19 @@ def make_engines(
         draft: The draft; None for no draft engine.
         make_memory: Makes memory for the KV caches of a number of sequences, for both engines.
         pad: Whether to pad calls to buckets.
-        multiple: Without buckets, calls of verify are padded to multiples of this. Calls of the
-            draft need no padding, because rounding in the draft does not change the output.
+        multiple: Without buckets, verify calls are padded to multiples of this number. Draft calls
+            need no padding, because rounding in the draft does not change the output.
         one_by_one: Whether the nodes of a draft call run one after another.
-        slots: Numbers of slots that attention may read, in verify and in the draft; see
+        slots: Numbers of slots that attention may read, in verify calls and in draft calls; see
             :class:`DeviceEngine`.
         prefill_chunk: Maximum number of prompt tokens in one call. Default: the manifest's
             ``gpu_prefill_chunk`` if calls are padded; if not, 128, or the number of slots if that
             is smaller.
-        exact: See :func:`buckets_for`; for padded calls of verify. Calls of the draft have the
-            smallest bucket.
-        by_rows: Whether a row's states in verify are independent of the number of rows of a call.
-            If so, exact calls of one sequence have the smallest bucket, too, and only the LM head
-            computes the rows of the largest round.
+        exact: See :func:`buckets_for`; for padded verify calls. Draft calls use the smallest
+            bucket.
+        by_rows: Whether a row's states in a verify call are independent of the call's number of
+            rows. If so, exact calls of one sequence use the smallest bucket, too, and only the LM
+            head computes the rows of the largest round.
         on_warm_up: See :class:`DeviceEngine`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Copy results of a call from a device to the host."""
+"""Copy a call's results from a device to the host."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,8 +22,8 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
         results: Results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
 
     Returns:
-        For a draft, ids and then log-probabilities of the candidates [2 B, n, K]; for verify, the
-        most likely tokens [B, R, 1].
+        For a draft call, ids and then log-probabilities of the candidates [2 B, n, K]; for a verify
+        call, the most likely tokens [B, R, 1].
     """
     if len(results) == 2:  # a kernel has packed the results
         return results[1]

@@ -1,4 +1,4 @@
-"""A chain drafted on a device, without the host between steps."""
+"""A chain drafted on a device, without involving the host between steps."""
 
 import numpy as np
 import torch

@@ -3,7 +3,7 @@ cannot change them.
 
 A call has one token in plain decoding, several in a round, and many in prefill. The logits have the
 same bits only if the kernels add in an order that depends neither on the number of rows of a call
-nor on the size of the cache. The check runs calls of all these kinds.
+nor on the size of the cache. The check runs calls of all three kinds.
 """
 
 from collections.abc import Callable, Iterator
@@ -99,8 +99,8 @@ class Exactness:
         """Compare calls of 1 to M + 1 rows, with several sizes of the cache and chunks of the
         prompt, and a tree.
 
-        Later engines are compared with the rows of the first engine. They may have other numbers of
-        threads.
+        Later engines are compared with the rows of the first engine. The engines may have different
+        numbers of threads.
 
         Args:
             engine: A verify engine.
@@ -162,7 +162,7 @@ class Exactness:
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
     def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
-        """Decode the first few tokens as plain decoding does, so that calls of one row have written
+        """Decode the first few tokens as plain decoding does, so that one-row calls have written
         the cache."""
         for row in range(min(4, self._rows)):
             self.chains = self.chains.with_rows(

@@ -158,7 +158,7 @@ class ForwardStep:
         Args:
             manifest: Manifest of the engine directory.
             stages: The stages of the engine.
-            is_draft: Whether the stages are those of the draft engine.
+            is_draft: Whether the stages belong to the draft engine.
             layer: The KV caches, which determine the number of sequences.
             count: n, including padding.
             width: Columns of the tree mask; 0 for a call of chains only, with more nodes than a
@@ -206,7 +206,7 @@ class ForwardStep:
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
         """Write the inputs of each sequence, up to n nodes. None stands for a sequence that only
-        fills the call; it writes its last slots."""
+        fills the call, and writes to its last slots."""
         for inputs, call in zip(self._inputs, calls, strict=True):
             if call is None:
                 self._set_row(inputs, (), (), self._slots - self._count)
@@ -242,10 +242,10 @@ class ForwardStep:
         """Run all stages, and wait for the results.
 
         Args:
-            wanted: For each sequence, its index, the number of nodes, from the first on, whose
-                results are returned, and the function that chooses from its logits.
+            wanted: For each sequence: its index; the number of nodes, from the first on, whose
+                results are returned; and the function that chooses from its logits.
         """
-        with ExitStack() as stack:  # enter each stream only once: that takes as long as a launch
+        with ExitStack() as stack:  # enter each stream once: entering takes as long as a launch
             for previous, step in zip((None, *self._stages), self._stages, strict=False):
                 # Earlier streams stay current on their devices, because copies from these devices
                 # run in them.

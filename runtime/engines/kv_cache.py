@@ -30,9 +30,9 @@ def grown(capacity: int, slots: int, limit: int) -> int:
 class HostKVCache:
     """The keys and values of one sequence in host memory, in the form of the exported graphs.
 
-    Slot i holds the i-th token of the sequence; a round's root is in slot w, and its drafted nodes
-    come after it. The cost of attention depends on S, not on the number of filled slots, so S grows
-    with the text in small steps, up to ``limit``.
+    Slot i holds the i-th token of the sequence; a round's root is in slot w, and the round's
+    drafted nodes follow. The cost of attention depends on S, not on the number of filled slots, so
+    S grows with the text in small steps, up to ``limit``.
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.

@@ -2,8 +2,8 @@
 nodes.
 
 It is built together with the package if there is a C++ compiler (``runtime/operators/``). Without
-it, or on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators run the
-graphs.
+the library, or on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators
+run the graphs.
 """
 
 import ctypes
@@ -144,8 +144,8 @@ def make_session(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False
-    # Draft and verify alternate, so threads that go on spinning after a call would take the cores
-    # from the other session's threads.
+    # Draft and verify calls alternate, so threads that go on spinning after a call would take the
+    # cores from the other session's threads.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
         configure(kernels, threads, int8_activations, kv_cache_dtype)

@@ -1,9 +1,9 @@
 """Run the exported graphs with ONNX Runtime's standard operators.
 
-On the CPU this engine is for machines without this project's operators, and the reference for
-exports and checks: simple, not fast. On a GPU it needs torch, but neither plans nor Triton. Its
-calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes to the host during a
-call.
+On the CPU this engine serves machines without this project's operators, and is the reference for
+exports and checks: simple, not fast. On a GPU it needs torch, but neither plans nor Triton. This
+engine's calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes to the host
+during a call.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class OrtEngine:
     Calls run one after another, each over the cache of its sequence.
 
     The threads of a session spin during a call, in which they wait for each other hundreds of
-    times, and stop spinning at its end. They stop because draft and verify alternate: a thread pool
-    that went on spinning would take the cores from the other engine's pool.
+    times, and stop spinning at its end. They stop because draft and verify calls alternate: a
+    thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = 256
@@ -76,9 +76,9 @@ class OrtEngine:
         Args:
             directory: Engine directory.
             manifest: Its manifest.
-            stages: The stages of verify, or the draft graph.
+            stages: The stages of the verify graph, or the draft graph.
             threads: CPU threads of each session.
-            read: Returns a graph in the form in which the session loads it.
+            read: Returns a graph in the form that the session loads.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs.
@@ -106,8 +106,8 @@ class OrtEngine:
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> StepOutputs:
-        """Run a call through all stages. A call without logits still computes those of the last
-        node, because every graph has logits."""
+        """Run a call through all stages. A call without logits still computes the last node's
+        logits, because every graph has logits."""
         kv_cache = _host(call.kv_cache)
         count = len(call.tokens)
         if not count:
@@ -310,8 +310,8 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row alone has other
-        # bits than among other rows
+        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row has other bits
+        # alone than among other rows
         # (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:

@@ -1,12 +1,12 @@
 """Engines whose weights are split over processes: rank 0 decodes, and the other ranks follow.
 
 The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
-engines and caches, each over its part of the model. Rank 0 sends each call of a method to the other
+engines and caches, each for its part of the model. Rank 0 sends each method call to the other
 ranks, which make the same call. Only rank 0 has samplers, controllers and texts, so ranks need no
 common clock.
 
-All data goes through ``torch.distributed``: sums on GPUs through NCCL, all other data through gloo,
-from one rank to another. Gloo's collectives are not used: their threads free Python's tensors some
+All data goes through ``torch.distributed``: sums on GPUs through NCCL, all other data between pairs
+of ranks through gloo. Gloo's collectives are not used: their threads free Python's tensors some
 time after a call. If Python has begun to exit by then, C++ aborts the process.
 """
 
@@ -65,9 +65,9 @@ class Split:
     1909.08053).
 
     Each rank has some heads of every attention and some columns of every MLP, or of each expert:
-    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of the sum
-    that attention or MLP adds to x. The parts are added in the order of the ranks. Embeddings,
-    norms, routers and LM heads are on every rank.
+    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So each rank computes a part of
+    the sum that attention or MLP adds to x. The parts are added in the order of the ranks.
+    Embeddings, norms, routers and LM heads are on every rank.
 
     Attributes:
         ranks: Number of ranks.
@@ -137,7 +137,7 @@ class Team:
         return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Arrays of all ranks, which have the same shape."""
+        """The arrays of all ranks, which all have the same shape."""
         return [
             part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))
         ]
@@ -201,8 +201,8 @@ class Team:
             raise
 
     def watch(self) -> None:
-        """From now on, end this process when another process ends, because it might wait for
-        that process forever, in the middle of a sum."""
+        """From now on, end this process when another process ends, because a sum of both would wait
+        forever."""
         for other in [0] if self.rank else self._others:
             self._watches.append(
                 threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True)
@@ -252,7 +252,8 @@ class Team:
 
 
 def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
-    """Wait for a message. It is never None, which torch returns to processes outside a group."""
+    """Wait for a message. The message is never None, which torch returns to processes outside a
+    group."""
     assert message is not None
     message.wait(longest)
 
@@ -265,8 +266,8 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads only numbers, arrays, calls, engines and caches, so that an order cannot make this
-    process run other code."""
+    """Reads only numbers, arrays, calls, engines and caches, so that the bytes of a message cannot
+    run other code."""
 
     def __init__(self, file: BytesIO, shared: "dict[int, TeamEngine | TeamCache]") -> None:
         super().__init__(file)

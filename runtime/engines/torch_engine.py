@@ -28,9 +28,9 @@ from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.engines.trt_plans import first_slots
 
 ROWS = EVEN_ROWS
-"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits have the
-same bits in every call. This is not enough on processors with AMX, where ``eesd-inspect --exact``
-reports differences (:mod:`eesd.runtime.engines.exactness`)."""
+"""On the CPU, verify calls are padded to a multiple of this number, so that a token's logits have
+the same bits in every call. This is not enough on processors with AMX, where ``eesd-inspect
+--exact`` reports differences (:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:
@@ -154,8 +154,8 @@ def open_torch(
 
 
 def has_equal_rows(verify: DeviceEngine) -> bool:
-    """Whether calls of the last nodes of a round, one for each smaller bucket, give the same bits
-    as a call of all nodes."""
+    """Whether calls of only a round's last nodes, one call for each smaller bucket, give the same
+    bits as a call of all nodes."""
     [kv_cache] = verify.new_kv_caches()
     count = verify.manifest.max_tree_nodes + 1
     tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]

@@ -41,7 +41,7 @@ MOST_NODES = 64
 mask."""
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
-"""Slots of a split."""
+"""Maximum number of splits, and minimum number of slots of a split."""
 ROWS = 64
 """Number of queries in a program of attention, whatever the number of tokens. As the program is
 always the same, a query's bits do not change."""
@@ -50,11 +50,11 @@ WIDEST_HEAD = 256
 WIDE = 1024
 """Number of values that a program of an elementwise kernel computes."""
 PART = 4096
-"""Number of logits in which a program looks for the best."""
+"""Number of logits among which a program looks for the best."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP = tl.constexpr(2**31 - 1)
 NONE = tl.constexpr(-(2**63))
-"""The largest value of each half of a key, and a number that is below all keys; see
+"""The largest value of each half of a key, and a number below all keys; see
 :func:`_best_of_part`."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers whose weights are adjacent in memory, so that they run as one layer."""
@@ -81,7 +81,7 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
 def normalize(
     x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add two tensors [..., size], if there are two. Returns the sum and its RMSNorm."""
+    """Add the two tensors [..., size], if there are two. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
     total = x if added is None else torch.empty_like(x)
     y = torch.empty_like(x)
@@ -137,8 +137,8 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute a head of a token of :func:`rotate_and_write`. Heads of queries come first, then
-    those of keys, then those of values."""
+    """Compute one head of one token for :func:`rotate_and_write`. The heads of queries come first,
+    then the heads of keys, then the heads of values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // count
@@ -309,7 +309,7 @@ def _combine(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Combine the splits of a head of a token."""
+    """Combine the splits of one head of one token."""
     place = tl.program_id(0).to(tl.int64)
     used = tl.load(first + place // (heads * count)).to(tl.int32) + count
     split = tl.arange(0, SPLITS)
@@ -327,7 +327,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
     """Grouped-query attention for calls of few tokens. The kernel never reads slots after the
-    call's own.
+    call's own slots.
 
     Args:
         q: Queries [B, n, H, D].
@@ -538,11 +538,12 @@ class FusedOperations(TorchOperations):
 
 
 def fuse(*modules: Draft | Verify) -> None:
-    """Let graphs use the operations with kernels. A draft and a verify may share modules.
+    """Let graphs use the operations with kernels. A draft graph and a verify graph may share
+    modules.
 
-    Models with other parts than Llama's, or with an EAGLE-3 head, keep torch's operations, because
-    the kernels do not support them. The kernel that finds the most likely tokens is used for all
-    models.
+    Models with parts that Llama does not have, or with an EAGLE-3 head, keep torch's operations,
+    because the kernels do not support them. The kernel that finds the most likely tokens is used
+    for all models.
     """
     for module in modules:
         module.best = find_best
@@ -570,8 +571,8 @@ def _put_together(layers: Sequence[nn.Linear]) -> None:
 
 
 def computes_by_rows(verify: Verify) -> bool:
-    """Whether a row's states are independent of the number of rows of a call. Torch's products are
-    not."""
+    """Whether a row's states are independent of a call's number of rows. With torch's products they
+    are not."""
     blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
     products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
     return verify.operations is FusedOperations and not any(products)

@@ -13,11 +13,10 @@ same shape, whose sums run over the inputs in the same order, and the parts depe
 weight. Nothing is tuned at run time. The number of groups only determines how many rows share the
 levels that are read.
 
-Levels are stored in the order of the tensor cores. A word of 32 bits has eight 4-bit levels, or
-four 8-bit levels, of one output. Their inputs are a fixed distance apart, so a step consists of
-eight or four products, and neither a level nor a weight ever moves between threads. Two
-instructions put two 4-bit levels into the low bits of two 16-bit numbers, whose lowest bit is worth
-1.
+Levels are stored in the order of the tensor cores. A 32-bit word has eight 4-bit levels, or four
+8-bit levels, of one output. Their inputs are a fixed distance apart, so a step consists of eight or
+four products, and neither a level nor a weight ever moves between threads. Two instructions put two
+4-bit levels into the low bits of two 16-bit numbers, whose lowest bit is worth 1.
 
 The sizes are the best of 24 that were timed on an H200. With them, the products of a block of Llama
 3 8B take 82 us for 1 row and 136 us for 33 rows with 4-bit weights, 106 and 154 us with 8-bit
@@ -39,14 +38,14 @@ STEPS = (32, 16, 8, 4)
 """Numbers of steps that a part may have. The largest that gives a weight enough programs is
 used."""
 STAGES = 3
-"""Number of steps that are in a program's shared memory at a time."""
+"""Number of steps that are in a program's shared memory at the same time."""
 WIDE = 512
-"""Number of sums for which a program adds the parts."""
+"""Number of sums whose parts a program adds."""
 
 
 def _spread(magic: int) -> str:
     """PTX that puts the 4-bit levels of two words into the low bits of ``magic``: eight pairs of
-    numbers of 16 bits."""
+    16-bit numbers."""
     lines = [".reg .b32 t;"]
     for number in range(8):
         byte, high = divmod(number, 2)
@@ -69,8 +68,8 @@ REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The levels in words as numbers, from the lowest bits on. The base that :func:`_multiply`
-    subtracts is added to each."""
+    """The levels in words as numbers, from the lowest bits on. To each number the base is added
+    that :func:`_multiply` subtracts."""
     numbers = ()
     if ASM and BITS == 4 and DTYPE == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(SPREAD_BFLOAT16, REGISTERS, [words], BFLOAT16, True, 2)
@@ -217,16 +216,16 @@ def multiply(
 
     Args:
         x: Rows [n, in], contiguous, of float16 or bfloat16.
-        levels: Unsigned levels in words of 32 bits, [panels, steps, P, W]. From its low bits on,
-            word j of panel p, step s and output c has the levels of output p P + c and the inputs s
-            K + j, s K + j + W and so on, where K is the number of inputs in a step: 8 W with 4
-            bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
+        levels: Unsigned levels in 32-bit words, [panels, steps, P, W]. From its low bits on, word j
+            of panel p, step s and output c has the levels of output p P + c and the inputs s K + j,
+            s K + j + W and so on, where K is the number of inputs in a step: 8 W with 4 bits, 4 W
+            with 8. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
         zeros: Zero points [in / block, out], a byte each; None if all are 0.
         minimums: Minimums [in / block, out]; None if all are 0.
         bits: Bits of a level: 8 or 4.
-        middle: Number subtracted from every level: the level that stands for 0, if levels were
-            signed.
+        middle: Number subtracted from every level: the level that stands for 0, if the original
+            levels were signed.
 
     Returns:
         The products [n, out] in the type of x.

@@ -81,10 +81,11 @@ class StageModules:
     """The modules of one device.
 
     Attributes:
-        verify: The stage of verify.
-        draft: The draft, over the same weights. Only the first stage has it.
+        verify: The verify stage.
+        draft: The draft, with the same weights. Only the first stage has a draft.
         rotary_tables: cos and sin, each [S, D/2].
-        by_rows: Whether a row's states in verify are independent of the number of rows in a call.
+        by_rows: Whether a row's states in a verify call are independent of the call's number of
+            rows.
     """
 
     verify: Verify
@@ -101,8 +102,7 @@ def load_modules(
     split: Split | None = None,
     kernels: bool | None = None,
 ) -> list[StageModules]:
-    """Load the stages of verify. On the CPU, weights are not copies but the mapped pages of the
-    files.
+    """Load the verify stages. On the CPU, weights are not copies but the mapped pages of the files.
 
     Args:
         directory: Engine directory.
@@ -198,7 +198,7 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
 def _set_weights(module: Graph, manifest: Manifest, weights: Weights, names: Iterable[str]) -> None:
     """Set the weights of a graph. Parameters without a weight stay on the meta device.
 
-    A layer with a quantized weight takes the place of all layers whose weight it has.
+    A layer with a quantized weight replaces all layers whose weights that weight contains.
 
     Args:
         module: The graph.

@@ -112,7 +112,7 @@ class EngineSource(Protocol):
 
     @property
     def prefill_chunk(self) -> int:
-        """Maximum number of prompt tokens that every engine of verify takes in one call."""
+        """Maximum number of prompt tokens that every verify engine takes in one call."""
 
     @property
     def max_batch(self) -> int:
@@ -144,13 +144,13 @@ def open_tensorrt(
         manifest: Manifest of the engine directory.
         source: The source of the TensorRT engines.
         draft: Whether to load the draft engine.
-        streams: The stream of each stage of verify. Stages on one GPU share its stream. Default:
-            the stages are spread over the GPUs.
+        streams: The stream of each verify stage. Stages on one GPU share its stream. Default: the
+            stages are spread over the GPUs.
         kv_memory: Memory for the KV cache of one sequence; or a function that makes memory for each
             session opened while others are open, and for the rows of a batch. Default: allocate
             with torch.
-        scratch: Working memory of the execution contexts: one tensor for all stages, or one for
-            each. Default: allocate with torch.
+        scratch: Working memory of the execution contexts: one tensor for all stages, or one tensor
+            for each stage. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
@@ -218,8 +218,8 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
 ) -> Callable[[int], RowMemory]:
-    """Return a function that makes memory for the KV caches of open sessions, separate for each,
-    and for those of a batch."""
+    """Return a function that makes memory for the KV caches of open sessions, separate for each
+    session, and for the caches of a batch."""
     unused = [] if callable(given) else [given]
 
     def lent(rows: int, tensors: Tensors) -> RowMemory:
@@ -268,8 +268,9 @@ def _scratch_memory(
     Args:
         graphs: Each graph, and the stream in which it runs.
         engines: TensorRT engines by the name of the graph file.
-        stages: The stream of each stage of verify.
-        given: Memory to use: one tensor for all stages, or one for each; None to allocate memory.
+        stages: The stream of each verify stage.
+        given: Memory to use: one tensor for all stages, or one tensor for each stage; None to
+            allocate memory.
     """
     sizes: dict[DeviceStream, int] = {}
     for graph, stream in graphs:

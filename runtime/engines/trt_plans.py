@@ -33,8 +33,8 @@ FEWEST_SLOTS = 1024
 """Attention over fewer slots is not worth separate kernels, because reading the weights takes far
 longer."""
 TURING = "7.5"
-"""The oldest compute capability that has kernels. It lacks kernels for bfloat16 and int4, for which
-builds end in a compiler error."""
+"""The oldest compute capability that has kernels. This GPU generation has no kernels for bfloat16
+and int4: builds for them end in a compiler error."""
 
 _LEAST = {FP8: "8.9", FP4: "10.0"}
 """The oldest compute capability that has kernels for levels of these types, which only some GPUs
@@ -87,7 +87,7 @@ class PlanDirectory:
 
     @property
     def prefill_chunk(self) -> int:
-        """Number of prompt tokens that every plan of verify takes in one call."""
+        """Number of prompt tokens that every verify plan takes in one call."""
         return min(
             self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify
         )
@@ -219,7 +219,7 @@ def graph_read(plan: Path) -> Path:
 
 
 def refit_digest(graph: Path, manifest: Manifest) -> str:
-    """SHA-256 of a graph file of :func:`graph_read` and of samples of the weights next to it.
+    """SHA-256 of a graph file (see :func:`graph_read`) and of samples of the weights next to it.
     Samples of different models differ."""
     files = [
         name
