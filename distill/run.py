@@ -150,7 +150,8 @@ class Run:
         first = size
         if self._in_portions:
             shard = 1 if files else self._generation.shard_rows
-            first = -(-FIRST // shard) * shard
+            first = FIRST if self.data.validation else 2 * FIRST  # half may be held out
+            first = -(-first // shard) * shard
         return portions(size, self.training.steps, first)
 
     @cached_property
