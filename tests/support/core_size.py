@@ -34,8 +34,8 @@ BUDGETS = {
     "core": (4828, 43),
     "CPU backend": (2984, 33),
     "core with all devices": (9394, 79),
-    "Python outside tests": (25686, 282),
-    "tests": (24187, 172),
+    "Python outside tests": (25687, 282),
+    "tests": (24188, 172),
 }
 """Largest numbers of statements and files."""
 NOT_CODE = re.compile(
