@@ -1,9 +1,10 @@
 """The cache of engine directories that commands make from models: finding an entry, and its
 content.
 
-An entry is named after its model and a key of everything that it was made from. A mark file in the
-entry records these sources; the file's time is the time of the last use. Only a directory with a
-mark is ever removed, and only if it holds no foreign file. The module needs no torch.
+An entry is named after its model, and after a key of everything from which it was made. A mark file
+in the entry records these sources; the file's modification time is the time of the last use. Only a
+directory with a mark is ever removed, and only if it holds no foreign file. The module needs no
+torch.
 """
 
 import json
@@ -37,7 +38,8 @@ states.onnx."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """Files of a directory that an export may read."""
 _SMALL = 1 << 26
-"""Size of the largest file that is hashed whole. Models of gigabytes must start at once, too."""
+"""Size of the largest file that is hashed in full. Even models of many gigabytes must start without
+delay."""
 _RULES = 1
 """Version of the export of a model: raise it so that older directories are not found."""
 
@@ -108,7 +110,7 @@ def _contents(path: Path) -> dict[str, Any]:
         others = [part for part in parts_beside(path) if part != path]
         return {"": _content(path)} | {part.name: _content(part) for part in others}
     if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
-        # Neither a model nor a head, and perhaps a directory with very many files: the export will
+        # The path is neither a model nor a head, and may have very many files: the export will
         # report the problem.
         return {}
     found = {file for pattern in _READ for file in path.glob(pattern) if file.is_file()}
@@ -116,7 +118,7 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file; for a large file, its size, the time of the last change, and the
+    """The SHA-256 of a small file; for a large file, its size, its modification time, and the
     SHA-256 of samples. An edit that the samples miss changes the time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
@@ -200,8 +202,7 @@ def remove(place: Path) -> str:
 
 
 def discard(place: Path) -> str:
-    """Remove an engine directory of the cache. If it holds a file that no EESD command wrote,
-    nothing is removed.
+    """Remove an engine directory of the cache, unless it holds a file that no EESD command wrote.
 
     Returns:
         The reason if it is kept, or "".

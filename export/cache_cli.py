@@ -62,7 +62,7 @@ def clean(
 ) -> None:
     """Remove the directories with these NAMES, as eesd-cache list shows them.
 
-    Only directories that --model made are removed. A directory with any other file is kept.
+    Only directories that --model made are removed. A directory with any foreign file is kept.
     """
     if bool(names) + everything + (older_than is not None) != 1:
         raise EESDError(

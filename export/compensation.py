@@ -1,4 +1,4 @@
-"""Quantization by a layer's inputs: each weight compensates the rounding of the weights before it
+"""Quantization by a layer's inputs: each weight compensates the rounding of earlier weights
 (GPTQ, arXiv 2210.17323)."""
 
 from collections.abc import Iterator

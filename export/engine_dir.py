@@ -74,8 +74,8 @@ WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37,
 """Calibration prior of a draft that is the whole model in fewer bits: the mean of fits to three
 such drafts (docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the current step or weight, the bytes just written, and the total bytes
-(0 if unknown)."""
+"""Called with the name of the current step or weight, the number of bytes just written, and the
+total (0 if unknown)."""
 
 
 class ComputedTensor:
@@ -131,7 +131,7 @@ def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
         EESDError: The head is damaged, not supported, or for another model.
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
-    # Copied, never linked: its files have the names of a model's files.
+    # The head is copied, never linked: its files have the names of a model's files.
     return Head(
         config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids
     )
@@ -152,8 +152,8 @@ def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
 
 
 def whole_model(checkpoint: Checkpoint) -> Head:
-    """The whole model as its draft: all layers, final norm and LM head, with weights of fewer
-    bits."""
+    """The whole model as its draft: all layers, final norm and LM head, with fewer bits for each
+    weight."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint())
     )

@@ -281,8 +281,8 @@ def _predict(
 
 
 def prediction_tables(predicted: Prediction) -> list[Table]:
-    """The times of calls, and the best chain for each acceptance (without a draft: the acceptance
-    of tokens that the text proposes)."""
+    """The times of calls, and the best chain for each acceptance (without a draft engine, of tokens
+    that the text proposes)."""
     plain = predicted.verify[0]
     calls = Table("call", "ms", box=None, pad_edge=False)
     if predicted.draft:
@@ -305,7 +305,8 @@ def prediction_tables(predicted: Prediction) -> list[Table]:
 def memory_table(
     manifest: Manifest, devices: list[DeviceMemory], batch: int, ranks: int = 1
 ) -> Table:
-    """Format a memory estimate as a table with one column for each device, or one for all ranks.
+    """Format a memory estimate as a table with a column for each device, or a single column for all
+    ranks.
 
     Args:
         manifest: Manifest of the engine directory.
@@ -364,7 +365,7 @@ def memory_bars(devices: list[DeviceMemory], ranks: int, blocks: bool) -> list[s
     for number, device in enumerate(devices):
         buffers = max(device.round_buffers, device.prefill_buffers)
         weights = device.total - device.kv_cache - buffers
-        # Round ends, not lengths, so that the length of the whole bar fits the total.
+        # Round the ends of parts, not their lengths, so that the bar's length fits the total.
         ends = [
             round(BAR_WIDTH * part / most)
             for part in (0, weights, weights + device.kv_cache, device.total)
@@ -419,7 +420,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
 
 
 def _head(manifest: Manifest) -> str:
-    """The source of drafts, in words."""
+    """A description of the source of drafts."""
     head = manifest.exit_head
     if not head.can_draft:
         return "none: drafts come from the text alone"
@@ -434,14 +435,14 @@ def _head(manifest: Manifest) -> str:
 
 
 def _draft_vocab(manifest: Manifest) -> str:
-    """The tokens that the draft can predict, in words."""
+    """A description of the tokens that the draft can predict."""
     size = manifest.exit_head.draft_vocab
     whole = manifest.geometry.vocab_size
     return f"{size} of {whole} tokens" if size else f"all {whole} tokens"
 
 
 def _linear_weights(manifest: Manifest) -> str:
-    """The storage of the linear weights of layers, LM head and draft, in words."""
+    """A description of the stored linear weights of layers, LM head and draft."""
     quantization = manifest.quantization
     places = quantization.places.items()
     if quantization.tensors:

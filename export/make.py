@@ -41,11 +41,11 @@ OWN_HEAD = "own"
 WHOLE_MODEL = "quantized"
 NO_HEAD = "none"
 NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
-"""Values of ``--exit-head`` other than the place of a head."""
+"""Values of ``--exit-head`` other than the path or id of a head."""
 EARLY_EXIT = "layerskip"
 """Part of the names of models that were trained to exit early (arXiv 2404.16710)."""
 LARGE_MODEL = 1_000_000_000
-"""Number of weights above which the default draft has 4 bits."""
+"""Number of weights above which the default draft has 4-bit weights."""
 
 if TYPE_CHECKING:  # --help must not load torch
     from eesd.common.geometry import Geometry
@@ -349,7 +349,7 @@ def choose_quantization(
     whole: bool,
     plans: bool = True,
 ) -> Quantizations:
-    """Resolve the options for quantization together. A checkpoint's quantized weights keep their
+    """Resolve the quantization options together. A checkpoint's quantized weights keep their
     levels.
 
     Args:
@@ -394,7 +394,7 @@ def choose_quantization(
         )
     if draft is None and whole:
         eight_bits = layers == "int8" or (own is not None and own.weights == "int8")
-        # The CPU reads the upper half of 8 bits.
+        # The CPU reads the upper 4 of 8 bits.
         draft = None if eight_bits and dtype == "float32" else "int4"
     elif draft is None:
         draft = layers
@@ -423,13 +423,13 @@ def choose_quantization(
 
 
 def _is_large(checkpoint: Checkpoint | Outline) -> bool:
-    """Whether reading the draft's weights takes so long that a copy with 4 bits pays."""
+    """Whether reading the draft's weights takes so long that a 4-bit copy pays."""
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
 def _can_keep(tensors: Mapping[str, Quantization], dtype: str) -> bool:
-    """Whether engines of an element type can keep the levels of single tensors. With 16 bits, only
-    those of MXFP4 can be kept: their products are exact."""
+    """Whether engines of an element type can keep the levels of single tensors. 16-bit engines can
+    keep only MXFP4 levels, whose products are exact."""
     return dtype == "float32" or {*tensors.values()} == {MXFP4}
 
 
@@ -470,8 +470,8 @@ def _types(options: ExportOptions, own: bool) -> str:
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
-    """The input sizes of linear weights that cannot be quantized. Raises EESDError if none can
-    be."""
+    """The input sizes of the linear weights that cannot be quantized. Raises EESDError if no weight
+    can be."""
     linear = {
         name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)
     }
@@ -512,7 +512,7 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
 
 
 def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
-    """Whether most linear weights have no more bits than a draft in 4 bits would have."""
+    """Whether most linear weights have no more bits than a 4-bit draft would have."""
     shapes = {name: shape for name, shape in model_shapes(geometry).items() if is_linear(name)}
     few = sum(
         prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape))

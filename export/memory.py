@@ -1,4 +1,5 @@
-"""Memory by device: the split of verify into stages, and the memory that a directory needs to run.
+"""Memory by device: the split of the verify graph into stages, and the memory that a directory
+needs to run.
 
 Everything is computed from geometry and manifest, without torch or the weights.
 """
@@ -34,8 +35,8 @@ def split_layers(
     quantization: Quantizations,
     stages: int,
 ) -> list[range]:
-    """Split the layers of verify into stages so that the fullest device holds as few bytes of
-    weights as possible.
+    """Split the layers of the verify graph into stages so that the largest number of bytes of
+    weights on a device is as small as possible.
 
     The first device also runs the draft, on the same caches, so the first stage has at least the N
     layers before the exit.
@@ -94,7 +95,7 @@ def split_layers(
         # Rotary tables are on every device, so they are not counted.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    # Layers with levels for single tensors may differ a little in size: use the mean.
+    # Layers in which single tensors have other levels may differ a little in size: use the mean.
     layer = nbytes(layer_shapes(geometry, range(layers))) // layers
     prefix = range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
@@ -110,15 +111,15 @@ def split_layers(
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the device that runs one stage of verify, in bytes. The draft runs on the first
-    device.
+    """Memory in bytes of the device that runs one stage of the verify graph. The draft runs on the
+    first device.
 
     Attributes:
         graphs: Files of the graphs on the device.
         layers: First and last layer of the stage.
         draft_weights: Weights of the draft.
         verify_weights: Weights of the stage.
-        shared_weights: Weights that draft and verify share, included in both numbers.
+        shared_weights: Weights that both graphs share, included in both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
         prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of
@@ -139,8 +140,8 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Memory of the device if draft and verify share weights. Rounds and prefill use the same
-        buffers."""
+        """Memory of the device if the draft and verify graphs share weights. Rounds and prefill use
+        the same buffers."""
         weights = self.draft_weights + self.verify_weights - self.shared_weights
         return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
 
@@ -155,11 +156,11 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
     Args:
         manifest: Manifest of the engine directory.
         batch: Number of sequences, all with full caches.
-        ranks: Number of ranks over which the torch engine splits the weights. Several ranks need
-            verify in a single stage.
+        ranks: Number of ranks over which the torch engine splits the weights. Several ranks need a
+        verify graph with a single stage.
 
     Returns:
-        One entry for each stage of verify. Each of several ranks needs this memory.
+        One entry for each stage. With several ranks, each rank needs this memory.
 
     Raises:
         EESDError: The model cannot be split over this many ranks.
@@ -199,8 +200,8 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight on each rank. Several ranks run the torch engine, which dequantizes the
-    weights of float32 engines and those that its GPU kernels do not support."""
+    """Bytes of a weight on each rank. With several ranks the torch engine runs. It dequantizes the
+    weights of float32 engines, and weights that its GPU kernels do not support."""
     if ranks > 1 and (weight.dtype == "float32" or not weight.keeps_levels(ranks)):
         weight = replace(weight, quantization=None)
     return weight.nbytes // (ranks if is_split(weight) else 1)
@@ -233,7 +234,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
     attention in float32.
 
-    ``logits`` of the ``tokens`` tokens get logits, each of ``columns`` columns.
+    ``logits`` of the ``tokens`` tokens get logits of ``columns`` columns each.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size

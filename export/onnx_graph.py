@@ -1,4 +1,5 @@
-"""The standard graphs of an engine directory: draft, verify and its stages."""
+"""The standard graphs of an engine directory: the draft graph, and the verify graph or its
+stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,10 +75,11 @@ def make_graph(
     layers: range | None = None,
     linked: frozenset[str] = frozenset(),
 ) -> Graph:
-    """Write the draft, verify or a stage of verify. No weight is read.
+    """Write the draft graph, the verify graph or one of its stages. No weight is read.
 
     Args:
-        name: ``draft`` for the draft; any other name for verify or a stage. The file is
+        name: ``draft`` for the draft graph; any other name for the verify graph or a stage. The
+        file is
             ``<name>.onnx``.
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
@@ -112,9 +114,9 @@ def make_graph(
 
 
 def _draft_folds(options: ExportOptions) -> bool:
-    """Whether the draft folds query heads. Its results do not reach the output.
+    """Whether the draft graph folds query heads. Its results do not affect the output.
 
-    For one token, engines have a faster attention with heads apart. TensorRT-RTX has no such
+    For one token, engines have a faster attention with separate heads. TensorRT-RTX has no such
     attention for long caches, and copies the cache before reading it: once if heads are folded,
     once per head if not.
     """
@@ -123,7 +125,7 @@ def _draft_folds(options: ExportOptions) -> bool:
 
 
 def _write_draft(o: OnnxOperations, top_k: int) -> list[TensorInfo]:
-    """Write the draft and its most likely tokens. Returns its outputs without the caches."""
+    """Write the draft graph with its most likely tokens. Returns its outputs without the caches."""
     logits = _called(o, draft(o, o.model, "input_ids"), "logits")
     best, columns = o.nodes_of("TopK", [logits, o.constant([top_k])], 2, axis=-1)
     total = o.node("ReduceLogSumExp", [logits, o.constant([-1])], keepdims=1)
@@ -142,7 +144,7 @@ def _write_draft(o: OnnxOperations, top_k: int) -> list[TensorInfo]:
 
 
 def _write_verify(o: OnnxOperations, layers: range) -> list[TensorInfo]:
-    """Write verify or a stage of it. Returns its outputs without the caches."""
+    """Write the verify graph or one of its stages. Returns its outputs without the caches."""
     x = verify(o, o.model, "input_ids" if layers.start == 0 else "hidden", layers)
     if layers.stop < o.geometry.num_layers:
         _called(o, x, "hidden_out")
@@ -210,7 +212,7 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
         name: Name of the graph, for the message.
 
     Raises:
-        EESDError: There is another reader.
+        EESDError: There is a different reader.
     """
     written = {node.input[0]: node for node in nodes if node.op_type == "TensorScatter"}
     for cache, writer in written.items():

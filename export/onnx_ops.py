@@ -6,10 +6,11 @@ packed weight if they are quantized alike. Linear weights are stored transposed,
 
 A token's results must not depend on the number of tokens in a pass, so that drafting changes no bit
 of a logit. For ONNX Runtime's products and norms this always holds, for attention only with two or
-more queries. So verify *folds* the query heads of a KV head into further queries of that head;
-without groups, it computes the first query twice. Folded attention also reads each cache only once.
-In float32, prompts keep heads apart: ONNX Runtime gives each head to one thread, and few heads load
-the threads unevenly. From two nodes on, both forms give the same bits. The draft need not fold.
+more queries. So the verify graph *folds* the query heads of a KV head into additional queries of
+that head; without grouped heads, it computes the first query twice. Folded attention also reads
+each cache only once. In float32, heads stay separate for prompts: ONNX Runtime gives each head to
+one thread, and few heads load the threads unevenly. From two nodes on, both forms give the same
+bits. The draft graph need not fold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,8 +56,8 @@ from eesd.common.weights import (
 from eesd.export.activations import activated, clamped, xielu
 
 FEW_NODES = 3
-"""Verify folds query heads in calls of B sequences with at most this many times B nodes each; see
-docs/decisions/0058."""
+"""The verify graph folds query heads in calls of B sequences with at most this many times B nodes
+each; see docs/decisions/0058."""
 CONSTANT = "constant."
 """Prefix of initializers that are not weights."""
 
@@ -265,7 +266,8 @@ class OnnxOperations:
         return self.node("Mul", [x, self.node("Sigmoid", [gate])])
 
     def activate(self, x: str, block: Block, name: str) -> str:
-        """Compute xielu in float32: 16 bits are too coarse for its differences of exponentials."""
+        """Compute xielu in float32: 16-bit types are too coarse for its differences of
+        exponentials."""
         kind = block.geometry.activation
         if kind != "xielu":
             return activated(self.node, x, kind)
@@ -554,8 +556,8 @@ class OnnxOperations:
 
     @property
     def _parts_heads(self) -> bool:
-        """Whether calls with many nodes keep heads apart. Only in float32: on the CPU, long prompts
-        rarely run in 16 bits."""
+        """Whether heads stay separate in calls with many nodes. Only in float32: on the CPU, long
+        prompts rarely run in 16 bits."""
         return not self.draft and self.dtype == "float32"
 
     def _where_many(self, many: str, few: str) -> str:
@@ -631,7 +633,7 @@ class OnnxOperations:
         return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
 
     def convolution(self, x: str, block: Block, name: str) -> str:
-        """Sum in float32, from the earliest token on."""
+        """The sum in float32, beginning with the earliest token."""
         hidden = block.geometry.hidden_size
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
         state = self.node("Mul", [gate, given])
@@ -699,7 +701,7 @@ class OnnxOperations:
         keys = self._heads_apart(self._scattered(keys, own), rule.key_dim)
         keys = self.node("Transpose", [keys], perm=[0, 1, 3, 2])
         group = heads // rule.key_heads
-        # Two rows at least: ONNX Runtime adds the products of a single row in another order.
+        # At least two rows: ONNX Runtime adds the products of a single row in another order.
         rows = self._grouped(self.node("Concat", [k, q], axis=2), keys, group)
         scores = self.nodes_of("Split", [rows], 2, axis=2, num_outputs=2)
         weights = [self.node("Mul", [one, decays]) for one in scores]

@@ -33,7 +33,7 @@ class Outline:
     Attributes:
         geometry: Geometry of the model.
         quantization: Quantization of the model's weights; None if they are not quantized.
-        own_levels: Quantizations of single tensors: of experts with MXFP4. (GGUF files, whose
+        own_levels: Quantizations of single tensors: of MXFP4 experts. (GGUF files, whose
             tensors also have levels, are opened instead.)
     """
 
@@ -109,7 +109,7 @@ def outline(
 
 
 def _own_levels(config: ModelConfig) -> dict[str, Quantization]:
-    """The quantizations of single tensors: of experts with MXFP4."""
+    """The quantizations of single tensors: of MXFP4 experts."""
     if config.packing is None or config.packing.layout != OF_EXPERTS:
         return {}
     names = layer_shapes(config.geometry, range(config.geometry.num_layers))

@@ -1,4 +1,4 @@
-"""Check that graphs compute the same as the torch modules, and engines the same as their graphs.
+"""Check that graphs give the results of the torch modules, and engines the results of their graphs.
 
 In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches
 widened to float32.
@@ -55,7 +55,7 @@ from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import attended_slots
 
 LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
-"""Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
+"""Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 has 11."""
 
 _TREE_TOKENS = 18
 _TREE_SLOTS = 32
@@ -165,8 +165,8 @@ def _sampled_text(
 def _stored_modules(
     checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False
 ) -> tuple[Decoder, ExitHead]:
-    """The float32 modules of verify or the draft with the stored weights, rounded to the engine's
-    type or quantized."""
+    """The float32 modules of the verify or draft graph with the stored weights, rounded to the
+    engine's type or quantized."""
     geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
@@ -259,13 +259,14 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
     compared.
 
     Args:
-        engines: Verify and draft engines of any backend, or verify alone.
+        engines: Verify and draft engines of any backend, or the verify engine alone.
         directory: Directory of the graphs.
         manifest: Its manifest.
 
     Returns:
-        The lowest cosine over all tokens, for logits, keys and values of verify and draft. Each
-        vector holds a token's logits, or its keys or values of all heads in one cache.
+        The lowest cosine over all tokens, for the logits, keys and values of the verify and draft
+        engines. Each vector holds a token's logits, or its keys or values of all heads in one
+        cache.
     """
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = (
@@ -301,7 +302,7 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
     a plan's attention can read, because attention may be wrong only for long texts.
 
     Args:
-        engines: Verify and draft engines, or verify alone.
+        engines: Verify and draft engines, or the verify engine alone.
         expected: The engines of the other backend.
         manifest: Their manifest.
 

@@ -43,8 +43,7 @@ def plan_graph(
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read only the first slots, one for each column of the mask, which then has
-    fewer than S columns.
+    """Let attention read only the first slots. The mask has one column for each, fewer than S.
 
     Attention then copies only this part of the caches. The caches are still updated in place.
     """

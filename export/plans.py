@@ -48,7 +48,7 @@ from eesd.runtime.engines.trt_plans import (
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
 USUAL_NODES = 8
-"""Number of nodes that a plan is tuned for if the node counts of rounds vary."""
+"""Number of nodes for which a plan is tuned if the node counts of rounds vary."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def profile_nodes(
     prefill.
 
     The draft has one profile: with a profile for exactly one node and another for a range, the plan
-    would hold its weights twice. Verify is tuned for all nodes of a round if they are few.
+    would hold its weights twice. The verify plan is tuned for all nodes of a round if they are few.
     """
     if graph.file == manifest.draft.file:
         one = one_node_is_faster(manifest.max_seq_len, manifest.quantization)
@@ -360,7 +360,7 @@ def profile_shapes(
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
     The mask has a column for each slot that attention reads. In decoding, every node gets logits.
-    In prefill, one token does; the profile allows two, because TensorRT-RTX expands the int8
+    In prefill, one token gets logits; the profile allows two, because TensorRT-RTX expands the int8
     weights of a product for exactly one row to 16 bits. Several sequences decode together; each is
     prefilled alone.
     """

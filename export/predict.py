@@ -26,12 +26,12 @@ from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK = 13
 OTHER_KERNELS = 27
-"""Measured numbers of kernels. A block has norms, products, rotation, cache updates, attention and
-activation; the other kernels are for mask, embedding, head and copies."""
+"""Measured numbers of kernels in a block (norms, products, rotation, cache updates, attention and
+activation), and outside blocks (mask, embedding, head and copies)."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
-"""Measured: times of a block's products with weights of 8 and 4 bits, relative to 16 bits, for one
-node and for :data:`MANY_NODES`. By bytes alone they would be 0.52 and 0.28."""
+"""Measured: times of a block's products with 8-bit and 4-bit weights, relative to 16-bit weights,
+for one node and for :data:`MANY_NODES`. By bytes alone they would be 0.52 and 0.28."""
 TELLING = 100e-6
 """Assumed: seconds for rank 0 to send a call to the other ranks."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -51,8 +51,8 @@ class Hardware:
         launch: Seconds of a kernel in addition to its work.
         host: Seconds of the host in each call, while the device waits.
         node: Seconds of each node after the first in each block.
-        link: Bytes per second that a device receives from others in its machine.
-        gather: Seconds in which each device gets a few bytes from all others.
+        link: Bytes per second that a device receives from other devices in its machine.
+        gather: Seconds until each device has a few bytes from all other devices.
     """
 
     name: str
@@ -134,9 +134,9 @@ def predict(
 
     Args:
         manifest: Its manifest.
-        hardware: The device, or each of the devices if verify has several stages.
-        slots: Slots of the KV cache that attention of verify reads.
-        draft_slots: Slots that attention of the draft reads. Default: ``slots``.
+        hardware: The device, or each of the devices if the verify graph has several stages.
+        slots: Slots of the KV cache that the verify graph's attention reads.
+        draft_slots: Slots that the draft graph's attention reads. Default: ``slots``.
         ranks: Number of devices over which the torch engine splits the weights.
     """
     drafting = slots if draft_slots is None else draft_slots
@@ -213,8 +213,8 @@ def _bytes_of_16_bits(
 def sum_seconds(
     manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int
 ) -> float:
-    """Seconds of the sums over ranks in a pass, two per block. Each rank gets the parts of all
-    other ranks and adds them."""
+    """Seconds of the sums over ranks in a pass, two per block. Each rank receives the partial sums
+    of all other ranks and adds them."""
     if ranks == 1:
         return 0.0
     received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8
@@ -227,8 +227,8 @@ def sum_seconds(
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
-    """Least number of bytes that a pass reads: the cache, and the weights without the embedding
-    table, unless it is the LM head.
+    """Smallest number of bytes that a pass reads: the cache and the weights. The embedding table
+    counts only if it is the LM head.
 
     Args:
         manifest: The engine directory's manifest.
@@ -241,7 +241,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
     if graph == manifest.draft and manifest.dtype == "float32":  # the CPU reads halved weights
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
-    # Only a single slot is read from caches of states.
+    # Only one slot of a state cache is read.
     read = len(needs_of(manifest, graph).attended)
     return weights + slots * slot_bytes(manifest, read) // ranks
 

@@ -35,8 +35,8 @@ def engine_directory(
 ) -> Path:
     """The engine directory of a model. The export writes its messages to stderr.
 
-    On a CPU, the cache holds a model only once: weights are packed directly from the checkpoint,
-    unless a whole engine directory exists. Other backends need a whole directory.
+    On a CPU, the cache holds a model's weights only once: they are packed directly from the
+    checkpoint, unless a whole engine directory exists. Other backends need a whole directory.
 
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.
@@ -120,7 +120,7 @@ def _export(place: Path, model: str, options: Options, packed: bool) -> None:
 
 
 def _place(directory: Path, model: str, options: Options, packed: bool = False) -> Path:
-    """The path of the engine directory. A model or head given by an id is fetched."""
+    """The path of the engine directory. A model or head given as an id is fetched."""
     if packed:
         options = {**options, "packed": True}
     head = options["exit_head"]
@@ -145,7 +145,8 @@ def _is_ready(place: Path) -> bool:
 
 
 def _is_built(place: Path) -> bool:
-    """Whether a whole engine directory is built for this machine's CPU, or will not run on it."""
+    """Whether a whole engine directory has a build for this machine's CPU, or will not run on the
+    CPU."""
     return (
         torch_sees_gpu() or bool(missing()) or find_build(place, load_manifest(place)) is not None
     )

@@ -1,4 +1,4 @@
-"""A check of an export that takes seconds: a few layers and the head of the model, run twice.
+"""A check of an export, which takes seconds: a few layers and the head of the model run twice.
 
 Their standard graphs run on ONNX Runtime's operators, and their build for the CPU on this project's
 operators, with float32 activations. Both read the checkpoint's weights through the code of the full
@@ -45,7 +45,7 @@ NODES = 16
 of drafted nodes."""
 TOKENS = 12
 DRAFTED = 3
-"""Tokens of the verify call, and of the draft call after it."""
+"""Number of tokens of the verify call, and of the draft call after it."""
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
 SAFETY = 4
@@ -66,7 +66,7 @@ class QuickCheck:
         return 2 * sum(weight_bytes(wide, graph) for graph in wide.graphs)
 
     def differences(self) -> dict[str, float]:
-        """Differences of the logits of verify and draft, relative to the largest difference that
+        """Differences of the verify and draft logits, relative to the largest difference that
         rounding explains."""
         manifest = self._engines.manifest
         with TemporaryDirectory(prefix="eesd-check-") as name:
@@ -95,14 +95,14 @@ class QuickCheck:
 def _difference(found: Array, expected: Array) -> float:
     """The median of the rows' largest differences of logits [n, V].
 
-    A fault in packing or in a graph changes every row. A single row may differ by much without a
+    A fault in packing or in a graph changes every row. A single row may differ a lot without a
     fault: rounding grows where a norm divides by a small number.
     """
     return float(np.median(np.abs(found - expected).max(axis=1)))
 
 
 def _bound(manifest: Manifest, logits: Array) -> float:
-    """The largest difference of logits that other orders of additions explain.
+    """The largest difference of logits that a different order of additions explains.
 
     A sum of K products has an error of about sqrt(K) units of the size of its result. A block has
     four products in sequence, and the LM head is one more. All these errors add up.

@@ -1,6 +1,6 @@
 """ONNX Runtime's operators as the reference: standard graphs on the CPU.
 
-Weights and caches of 16 bits are widened to float32.
+16-bit weights and caches are widened to float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.export.widened import Widened, widen
 
 TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit. Another order of
-additions can cause it."""
+"""Largest acceptable difference of a float32 logit, relative to the largest logit. A different
+order of additions can cause such a difference."""
 
 Array = NDArray[np.float32]
 
@@ -77,7 +77,7 @@ def run_stages(
 
     Args:
         directory: Engine directory.
-        stages: The draft graph, or the stages of verify.
+        stages: The draft graph, or the stages of the verify graph.
         x: Token ids [B, n].
         feeds: The inputs that all stages share. Every token gets logits.
         caches: Keys and values [2, B, KV, S, D] by the index of the cache.

@@ -3,7 +3,7 @@ by block.
 
 A block's inputs are the outputs of the previous blocks with rounded weights (``compensation.py``).
 One block is in memory at a time. Its levels stay in a file until the export is complete, because
-verify, the draft and the checks read them in different orders.
+the verify graph, the draft graph and the checks read them in different orders.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ LEAST_TOKENS = 4096
 MOST_TOKENS = 16384
 """Minimum and maximum number of tokens that the rounding reads."""
 ROW = 512
-"""Tokens of a row. They attend to each other only."""
+"""Tokens of a row. They attend only to each other."""
 TOGETHER = 8
 """Rows that run together."""
 
@@ -94,8 +94,8 @@ def rounded_on(
 def _to_round(
     checkpoint: Checkpoint, layers: int, options: ExportOptions, draft: bool
 ) -> dict[str, StoredWeight]:
-    """The weights of base layers that get 4 bits in verify, or in the draft's copies, by their
-    verify names."""
+    """The weights of base layers that get 4 bits in the verify graph, or in the draft's copies, by
+    their names in the verify graph."""
     found = {}
     quantization = options.quantization
     for name, shape in layer_shapes(

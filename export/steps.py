@@ -61,7 +61,7 @@ class Steps:
         self._log(f"{step}: {share:.0%}, {left:.0f} s left")
 
     def seconds(self) -> str:
-        """The seconds of all steps together, and of each that took a second or more."""
+        """The seconds of all steps together, and of each step that took at least a second."""
         names, times = zip(*self._began, ("", perf_counter()), strict=True)
         took = {
             name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)

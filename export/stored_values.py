@@ -25,15 +25,15 @@ KINDS = {
 _AS_INTEGERS = {"float16": "uint16", "bfloat16": "uint16"} | dict.fromkeys(
     (FP8, FP4, "int4", "uint4"), "uint8"
 )
-"""NumPy types for element types that NumPy lacks. Types of 4 bits are read as bytes."""
+"""NumPy types for element types that NumPy lacks. 4-bit types are read as bytes."""
 _SMALL = {FP8: ml_dtypes.float8_e4m3fn, FP4: ml_dtypes.float4_e2m1fn}
 
 
 def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
-    """A stored tensor, and its element type. 16-bit values are returned as uint16, those of
-    :data:`FP8` as uint8.
+    """A stored tensor, and its element type. 16-bit values are returned as uint16, :data:`FP8`
+    values as uint8.
 
-    Levels of 4 bits are widened: integers to int8, those of :data:`FP4` to their codes. (onnx's
+    4-bit levels are widened: integers to int8, :data:`FP4` levels to their codes. (onnx's
     reader refuses files with several hard links.)
 
     Args:

@@ -1,7 +1,7 @@
 """Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the
 checkpoint's files.
 
-Written tensors are cast, transposed and quantized one by one, so the peak memory is one tensor.
+Written tensors are cast, transposed and quantized one by one, so only one tensor is in memory.
 
 Linked tensors stay in their files. Only hard links work with every backend: ONNX Runtime and
 TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses symbolic links that
@@ -84,7 +84,7 @@ def layout_weights(
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
             continue
-        # A separate file, which the runtime reads without the graph.
+        # This is a separate file, which the runtime reads without the graph.
         if weight.name == EXIT_HEAD + DRAFT_VOCAB:
             locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
@@ -168,10 +168,10 @@ def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
 
 
 class RoundedTensor(ChangedTensor):
-    """A tensor with levels that were chosen before.
+    """A tensor whose levels have already been chosen.
 
     Attributes:
-        chosen: Stored levels by quantization, set by :meth:`of`: weights, scales and further parts.
+        chosen: Stored levels by quantization, set by :meth:`of`: weights, scales and other parts.
     """
 
     chosen: Mapping[Quantization, tuple["SavedArray | None", ...]] = {}
@@ -180,7 +180,8 @@ class RoundedTensor(ChangedTensor):
     def of(
         cls, stored: StoredTensor, quantization: Quantization, levels: Quantized, file: BinaryIO
     ) -> "RoundedTensor":
-        """The same tensor with levels for one more quantization. They are appended to a file."""
+        """The same tensor with levels for one more quantization. These levels are appended to a
+        file."""
         tensor = cls(stored, lambda values: values)
         saved = tuple(None if part is None else SavedArray.at_end(part, file) for part in levels)
         earlier = stored.chosen if isinstance(stored, RoundedTensor) else {}

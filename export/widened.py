@@ -32,12 +32,12 @@ sessions, which read all weights that they have not packed."""
 def reference(
     directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int
 ) -> OrtEngine:
-    """ONNX Runtime's operators on the CPU, with weights of 16 bits widened in memory.
+    """ONNX Runtime's operators on the CPU, with 16-bit weights widened in memory.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        stages: The stages of verify, or the draft graph.
+        stages: The stages of the verify graph, or the draft graph.
         threads: CPU threads of each session.
 
     Raises:
@@ -100,8 +100,7 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         raise EESDError(
             f"{path} and its weights do not fit each other; export the model again."
         ) from None
-    # Intermediate values keep their shapes: ONNX Runtime takes quadratic time to infer those of a
-    # large graph.
+    # Intermediate values keep their shapes: inferring them takes ONNX Runtime quadratic time.
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.type.tensor_type.elem_type in kinds:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -140,8 +139,7 @@ def _widen_weights(
 
 
 def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
-    """Make weights of 4-bit floating-point numbers float32, because ONNX Runtime cannot dequantize
-    them.
+    """Convert 4-bit floating-point weights to float32, because ONNX Runtime cannot dequantize them.
 
     Args:
         graph: The graph. The nodes that dequantize these weights are removed.
@@ -165,7 +163,7 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
         if name not in widened:
             scales_name = dequantizing[output].input[1]
             parts = [tensors[name]]
-            if scales_name in dequantizing:  # scales of 8 bits, and their factor
+            if scales_name in dequantizing:  # 8-bit scales, and their factor
                 parts += [tensors[part] for part in dequantizing[scales_name].input]
             else:
                 parts.append(tensors[scales_name])

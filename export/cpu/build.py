@@ -29,7 +29,7 @@ ALIGNMENT = 4096
 
 def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> Path:
     """Build an engine directory for the CPU. A complete build is kept; a new build replaces older
-    ones.
+    builds.
 
     Args:
         directory: Engine directory.

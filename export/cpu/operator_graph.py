@@ -54,7 +54,7 @@ from eesd.runtime.engines.operators import DOMAIN
 GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
 """Numbers of the activations in the operators."""
 GATE_UP = ".gate_up_proj."
-"""Part of the name of the packed weight of gate and up."""
+"""Part of the name of the weight that packs gate and up."""
 
 
 class Columns(NamedTuple):
@@ -257,7 +257,7 @@ class _Builder:
         return self._small(*self._bias_names(layers))
 
     def _bias_names(self, layers: Sequence[Linear]) -> list[str]:
-        """Names in this graph of the biases of some layers of one product."""
+        """Names, in this graph, of the biases of the layers that form one product."""
         names = [f"{layer.name}.bias" for layer in layers if layer.bias]
         packed = packed_name(names) if len(names) > 1 else ""
         return [packed] if packed in self._names else names
@@ -275,7 +275,7 @@ class _Builder:
         return self._small(f"{norm.name}.weight") if norm else self._small()
 
     def _residual(self, residual: Sequence[str], name: str) -> str:
-        """The sum of the residuals. These graphs compute it first, because a product adds only one
+        """The sum of the residuals. It is computed first, because a product adds only one
         tensor."""
         if len(residual) > 1:
             return self._node("Add", residual, f"{name}.residual", domain="")

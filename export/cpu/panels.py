@@ -16,8 +16,8 @@ from eesd.common.machine import cores
 from eesd.runtime.engines.operators import library
 
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
-"""The operators' numbers of formats. The last two have the same bytes, levels of 8 bits in two
-planes of 4 bits; ``UPPER`` reads only the first plane."""
+"""The operators' numbers of formats. The last two have the same bytes, 8-bit levels in two 4-bit
+planes; ``UPPER`` reads only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
 """Types of scales and minimums: float16, float32, or int8 times a float16 for 256 inputs, as in
 K-quants."""
@@ -34,8 +34,8 @@ class Packed:
 
     Attributes:
         data: The bytes of the panels.
-        numbers: The operators' parameters: format, inputs, outputs, level of zero, whether a scale
-            is for 16 inputs, type of scales and minimums, whether there are minimums.
+        numbers: The operators' parameters: format, inputs, outputs, level of zero, whether each
+        scale is for 16 inputs, type of scales and minimums, whether there are minimums.
     """
 
     data: NDArray[np.uint8]
@@ -72,7 +72,7 @@ def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
     """Pack floats unchanged.
 
     Args:
-        weight: [inputs, outputs] float32, or of 16 bits; in any order of memory.
+        weight: [inputs, outputs], float32 or 16-bit, in any memory order.
         form: One of the first three formats.
 
     Raises:
@@ -91,13 +91,13 @@ def pack_levels(
     planes: bool = False,
 ) -> Packed:
     """Pack levels in the narrowest format that holds them: column j of input i is
-    ``scale * level + minimum``. Arrays may have any order of memory.
+    ``scale * level + minimum``. Arrays may have any memory order.
 
     Args:
         levels: [inputs, outputs] int8 or uint8.
         scales: [inputs / block, outputs] float32.
         minimums: [inputs / block, outputs] float32; None for zeros.
-        planes: Whether to put levels of 8 bits into two planes, if possible.
+        planes: Whether to put 8-bit levels into two planes, if possible.
 
     Raises:
         ValueError: The arrays do not fit each other, or a scale or minimum is not finite.

@@ -74,8 +74,8 @@ class Reader(ABC):
 
         Returns:
             Arrays [inputs, columns] or [inputs / block, columns] by suffix. Levels are int8 or
-            uint8, or float32 for FP8 and FP4. Scales and minimums are float32. Values of 16 bits
-            may be uint16.
+            uint8, or float32 for FP8 and FP4. Scales and minimums are float32. 16-bit values may be
+            uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
@@ -83,8 +83,8 @@ class Reader(ABC):
 
         Args:
             part: The columns.
-            planes: Whether levels of 8 bits are packed in two planes, because the draft reads the
-                upper half of their bits.
+            planes: Whether 8-bit levels are packed in two planes, because the draft reads the upper
+            4 bits.
 
         Raises:
             ValueError: A scale or a minimum is not finite.
@@ -187,7 +187,7 @@ class SourceReader(Reader):
             raise EESDError(f"The tensor {name} is damaged ({error}); fetch it again.") from None
 
     def _columns(self, part: Columns) -> tuple[StoredWeight, Sequence[TensorSource]]:
-        """A weight with only some columns, and the tensors that it consists of."""
+        """A weight with only some columns, and the tensors of which it consists."""
         weight, source = self.weights[part.weight], self._sources[part.weight]
         sources = source.parts if isinstance(source, JointTensor) else [source]
         if part.stop is None:
