@@ -10,23 +10,23 @@ from eesd.controllers.value import is_due
 SLOTS = 1024.0
 """Unit of slots, so that all features have about the same size."""
 FORGETTING = 0.98
-"""Factor by which a sample's weight in the line falls with each later sample."""
+"""Decay factor of a sample's weight in the line, per later sample."""
 PRIOR_WEIGHT = 1e-3
-"""Ridge penalty on changes of the line: the calls seen may not tell its parts apart."""
+"""Ridge penalty on changes of the line: the observed calls may not determine each of its terms."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3
 SHAPE = 0.1
-"""A sample's relative deviation changes the pace with the exponent PACE. At most the share SHAPE of
-it is attributed to the size of the call, because changes of pace affect calls of all sizes
+"""A sample's relative deviation, to the power ``PACE``, changes the pace. At most a deviation of
+``SHAPE`` is attributed to the call's size, because changes of pace affect calls of all sizes
 alike."""
 LEAST = 1e-9
-"""Minimum seconds of each part of the line."""
+"""Minimum of each term of the line, in seconds."""
 FIRST = 24
-"""Number of first samples, which define a pace of 1."""
+"""Number of initial samples, which define a pace of 1."""
 LINE_WEIGHT = 0.5
 MOST_SAMPLES = 30.0
-"""Weight of the line, and the maximum weight of the samples of one number of nodes, in samples."""
+"""Weight of the line, and maximum weight of the samples with one number of nodes, in samples."""
 
 
 class BatchCosts:
@@ -52,7 +52,7 @@ class BatchCosts:
         self._pace = 1.0
 
     def add(self, rows: int, nodes: int, slots: float, seconds: float) -> None:
-        """Note a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has
+        """Record a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has
         ``slots`` slots on average."""
         self._samples += 1
         if self._samples > FIRST:

@@ -91,7 +91,7 @@ class Calibrator:
 
     def begin_request(self) -> None:
         """Integrate out the previous request's offset; the new request's offset is unknown."""
-        # The mean of b, and its covariances ab, sb and bb.
+        # The mean of b, and the covariances ab, sb and bb.
         self._offset = [0.0, 0.0, 0.0, self._prior.request**2]
 
     def learn(self, z: float, accepted: bool) -> None:
@@ -155,14 +155,14 @@ class Calibrator:
 
 
 class CalibratedDraft(Controller):
-    """Estimates a draft's chances with two calibrations: for each drafted token, and for the token
-    after it.
+    """Estimates a draft's chances with two calibrations: one for each drafted token, and one for
+    the token after it.
 
     Attributes:
         accept: Calibration of drafted tokens. Set by the constructor.
         following: Calibration of the tokens after them. Set by the constructor.
         reach: Chance that all drafted tokens are accepted. Set by :meth:`add`.
-        next: Chance that the next token is accepted, given that. Set by :meth:`add`.
+        next: Chance that the next token is then accepted. Set by :meth:`add`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CalibratedDraft(Controller):
         return None
 
     def add(self, step: DraftStep) -> None:
-        """Note a draft step."""
+        """Record a draft step."""
         if self._draw is None:
             normal = self._random()
             self._draw = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
@@ -211,7 +211,8 @@ class CalibratedDraft(Controller):
         return labels
 
     def expected_tokens(self, depth: int) -> float | None:
-        """1 plus, for each verified token, the chance that it and all before it are accepted."""
+        """1 plus the sum, over the verified tokens, of the chance that the token and all tokens
+        before it are accepted."""
         if len(self._scores) < depth:  # at the end of a text the last level is missing
             return None
         shift, slope = self.accept.draw((0.0, 0.0))
@@ -227,8 +228,9 @@ class CostAwareTS(CalibratedDraft):
     ``HORIZON``: S (m + ... + m^j) >= lambda * their seconds.
 
     S is the chance that all k are accepted, and m the chance that the next one would be, both from
-    :class:`Calibrator` posteriors (one draw of each per round). ``value`` measures the seconds, by
-    draft steps and by nodes of the verify pass, and lambda, the recent rate in tokens per second.
+    posteriors of :class:`Calibrator` (one draw from each per round). ``value`` measures the
+    seconds, by draft steps and by nodes of the verify pass, and lambda, the recent rate in tokens
+    per second.
 
     The first two rounds are a plain round and one with a single drafted token, to measure both
     costs; then the rule decides.

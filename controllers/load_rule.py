@@ -1,4 +1,5 @@
-"""The draft length of a batch: the value of one more node per row against its cost to the batch.
+"""The draft length of a batch: the value of one more node per row, weighed against its cost to the
+batch.
 
 With few rows a node costs little, because reading the weights dominates. With many rows each node
 costs its computation, and drafting fades. docs/controllers.md derives the rule.
@@ -29,12 +30,12 @@ FADED = 16.0
 """Share of the labels that remains after a round without a draft, and the minimum number of labels.
 Fewer labels mean more doubt, so that a draft is tried now and then."""
 RATE_DISCOUNT = 0.98
-"""Factor by which a round's weight in the rate falls with each later round."""
+"""Decay factor of a round's weight in the rate, per later round."""
 LEAST_VALUE = 0.1
-"""Minimum chance that a token of the text and all before it are right; less likely tokens are not
-proposed to the batch."""
+"""Minimum chance that a token from the text, and all tokens before it, are right; less likely
+tokens are not proposed to the batch."""
 DEAREST = 0.8
-"""Do not draft at this node price: even a certain token would not repay the host's time."""
+"""Node price at which nothing is drafted: even a certain token would not repay the host's time."""
 LONGEST_COPY = 16
 """Maximum number of tokens of the text in one round."""
 MOST_LEVELS = 32
@@ -46,8 +47,8 @@ padding included."""
 
 
 class LoadRule:
-    """Estimates that all rows share: costs of calls, acceptance, and the rate in tokens per second
-    by number of rows.
+    """Estimates that all rows share: call costs, acceptance, and the rate, in tokens per second,
+    for each number of rows.
 
     Attributes:
         draft, verify: Costs of calls, including the host's work for them. The batch adds samples.
@@ -119,7 +120,7 @@ class LoadRule:
         self.first = float(self.random.beta(self._right + 0.5, self._judged - self._right + 0.5))
 
     def judge_first(self, right: bool) -> None:
-        """Count the first token of a row's draft."""
+        """Count the first token of a row's draft as right or wrong."""
         self._judged = self._judged * (1 - 1 / MEMORY) + 1
         self._right = self._right * (1 - 1 / MEMORY) + right
 
@@ -139,8 +140,8 @@ class LoadRule:
     def goes_on(
         self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
     ) -> int:
-        """Number of rows that draft another level: the number whose gain exceeds its price most,
-        over up to ``HORIZON`` levels. If rows are padded, either all rows draft or none does.
+        """Number of rows that draft one more level: the number with the largest gain minus price,
+        up to ``HORIZON`` levels ahead. If rows are padded, either all rows draft or none does.
 
         Args:
             reaches: Two chances of each row that would draft on, the likeliest row first: that all
@@ -173,7 +174,7 @@ class LoadRule:
         expected draft is worth at least as much.
 
         Args:
-            values: For each token, the chance that it and all before it are right.
+            values: For each token, the chance that it and all tokens before it are right.
             drafts: Whether the row could draft instead.
         """
         likely = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]

@@ -28,9 +28,10 @@ costs nothing."""
 FIRST_DRAFTS = 4
 """Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99
-"""Factor by which a drafting round's weight in the worth of drafting falls with each later one."""
+"""Decay factor of a drafting round's weight in the worth of drafting, per later drafting round."""
 SLOPE_PRIOR = 4.0
-"""Ridge penalty on the slope of drafting's worth over the text's worth, in squared tokens."""
+"""Ridge penalty, in squared tokens, on the slope of drafting's worth as a function of the text's
+worth."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
 """Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU; all
 sizes would bring 0.4 % more."""
@@ -38,8 +39,8 @@ FIRST_NODES = 4
 """Maximum number of nodes of a pass before any pass is measured; later it is twice the largest
 measured number. Costs beyond it are a guess."""
 SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
-"""Numbers of nodes in a pass with a draft. All small ones, because engines prepare them for drafts
-anyway."""
+"""Numbers of nodes in a pass with a draft. All small numbers are allowed, because engines prepare
+them for drafts anyway."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
@@ -76,7 +77,7 @@ def combined(
 
 
 class DraftingWorth:
-    """The worth of a round that drafts, as a line over the worth of the text's proposal.
+    """The worth of a round that drafts, as a linear function of the worth of the text's proposal.
 
     If the text's proposal is good, drafting does well, too: the tokens are easy, and the text
     extends the draft. So the mean over all drafting rounds would overrate drafting in rounds
@@ -90,7 +91,7 @@ class DraftingWorth:
 
     @property
     def rounds(self) -> float:
-        """Rounds that drafted, discounted."""
+        """Discounted number of rounds that drafted."""
         return self.sums[0]
 
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
@@ -101,8 +102,8 @@ class DraftingWorth:
         self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
 
     def expected(self, text_worth: float, rate: float) -> float:
-        """Expected tokens minus ``rate`` times seconds of a drafting round, at this worth of the
-        text's proposal."""
+        """Expected tokens of a drafting round minus ``rate`` times its seconds, at this worth of
+        the text's proposal."""
         rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
         mean = w / rounds
         gained = (tokens - rate * seconds) / rounds
@@ -127,7 +128,7 @@ class TextRule:
             self.accept = load.text
         self.drafting = DraftingWorth()
         self.whole = 0.0
-        """Number of drafting rounds whose draft was accepted as a whole, discounted."""
+        """Discounted number of rounds whose draft was accepted as a whole."""
         self.drafts = 0
         self._text_worth = 0.0
         """Worth of the text's proposal in this round."""
@@ -137,16 +138,16 @@ class TextRule:
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """Chance that the verifier chooses this token, given that it chose all tokens before it;
-        lowered by ``DOUBT`` standard deviations."""
+        """Chance that the verifier chooses this token, given that it chose all tokens before this
+        token; lowered by ``DOUBT`` standard deviations."""
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
-        """Number of tokens of the text to verify now, without drafting.
+        """Number of the text's tokens to verify now, without drafting.
 
         Args:
-            values: For each token, the chance that it and all before it are right.
+            values: For each token, the chance that it and all tokens before it are right.
             drafts: Whether the round could draft instead.
 
         Returns:
@@ -167,11 +168,12 @@ class TextRule:
         return best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """Number of tokens of the text to verify after a draft. The nodes of both together are one
-        of ``SIZES_AFTER_DRAFT``.
+        """Number of the text's tokens to verify after a draft. The total number of nodes is one of
+        ``SIZES_AFTER_DRAFT``.
 
         Args:
-            values: For each token, the chance that it and all before it are right, given the draft.
+            values: For each token, the chance that it and all tokens before it are right, given the
+                draft.
             nodes: Drafted nodes that are verified.
         """
         if self.drafts < FIRST_DRAFTS or not self.value.verify.table:
@@ -190,8 +192,8 @@ class TextRule:
         price.
 
         Args:
-            values: For each token, the chance that it and all before it are right, given the nodes
-                before the text's tokens.
+            values: For each token, the chance that it and all tokens before it are right, given the
+                nodes before the text's tokens.
             nodes: Number of these nodes in the pass.
             right: Chance that they are right.
             sizes: Numbers of nodes that the pass may have.

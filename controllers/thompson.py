@@ -1,6 +1,6 @@
 """The paper's Thompson Sampling (Liu et al. 2024, section 3.3; docs/controllers.md).
 
-It samples one acceptance probability, or a calibration of the draft's own confidence.
+It samples one acceptance probability, or a calibration of the draft's confidence.
 """
 
 from math import inf

@@ -19,7 +19,7 @@ COVERED = (6.5, 3.5)
 """Beta prior of the probability that the verifier's token is among the other candidates if it is
 not the first."""
 DISCOUNT = 0.998
-"""Factor by which a label's weight in the posterior falls with each later label."""
+"""Decay factor of a label's weight in the posterior, per later label."""
 
 
 class TreeBudget:

@@ -30,7 +30,7 @@ FIRST_SAMPLE = 2.0
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
-"""Factor by which a round's weight in the rate falls with each later round."""
+"""Decay factor of a round's weight in the rate, per later round."""
 FIRST_WEIGHT = 5.0
 """Weight of the first (plain) round in the rate. It decays quickly."""
 FIRST_FITS = 16
@@ -61,8 +61,8 @@ class CostCurve:
         """Mean slope of the table."""
 
     def add(self, count: int, seconds: float) -> None:
-        """Note one call. The mean starts at the least of the first three samples, so that an early
-        outlier hardly counts."""
+        """Record one call. The mean starts at the least of the first three samples, so that an
+        early outlier hardly counts."""
         samples, mean = self.samples.get(count, (0.0, 0.0))
         if not samples:
             mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
@@ -179,8 +179,8 @@ class RoundValue:
         return drafting + self.verify.seconds(nodes)
 
     def prices(self, nodes: int, more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Price, in tokens at the recent rate, of adding each number of nodes in ``more`` to
-        ``nodes`` nodes."""
+        """Prices, in tokens at the recent rate, of adding the numbers of nodes in ``more`` to a
+        pass of ``nodes`` nodes."""
         rate = self.rate
         before = rate * self.verify.seconds(nodes)
         return rate * self.verify.costs(nodes + more) - before
@@ -191,9 +191,9 @@ class RoundValue:
 
         Args:
             reach: Chance that all drafted tokens are accepted.
-            following: Chance that the next token is accepted, given that.
+            following: Chance that the next token is then accepted.
             depth: Levels drafted so far.
-            width: Nodes of a level.
+            width: Number of nodes per level.
         """
         rate = self.rate
         before = rate * self.seconds(depth, depth * width)
@@ -213,8 +213,8 @@ def is_due(rounds: int) -> bool:
 def most_valuable(
     values: Sequence[float], price: Price, counts: NDArray[np.int64] | None = None
 ) -> tuple[int, float]:
-    """The number of nodes whose gain exceeds its price most, and the excess; 0 and 0.0 if no number
-    is worth its price.
+    """The number of nodes with the largest gain minus price, and this difference; 0 and 0.0 if no
+    number is worth its price.
 
     Args:
         values: Expected tokens of each node.

@@ -5,29 +5,31 @@ Nothing else describes a block. A *table of operations* (:class:`Operations`) gi
 meaning: the shapes of the weights, a standard ONNX graph, a graph of this project's operators, or
 torch. A new part of a block is written here and in the tables that support it.
 
-**Draft** is the first N layers and the exit head, **verify** the whole model. Both share one set of
-caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks, and any caches of states
-follow. Verify writes all of them, so the draft can continue right after a verify pass. Verify can
-be split by layers into stages. With a head that reads states of layers, verify must be a single
-stage.
+The **draft graph** is the first N layers and the exit head, the **verify graph** the whole model.
+Both share one set of caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks, and
+any caches of states follow. A verify pass writes all of them, so the draft can continue right after
+it. The verify graph can be split by layers into stages; with a head that reads states of layers, it
+must be a single stage.
 
 **Exit head**: E blocks, a norm, and an LM head (the base model's or a separate one) after layer N.
 A head without blocks has no caches: this is the early exit of models that were trained for it
-(LayerSkip, arXiv 2404.16710). A head may also read the deep layers. Verify projects the states
-after some of them to a *deep state* of 2 KV D numbers for each token, and writes it into the
-token's slot of the deep cache, as if these were keys and values. A draft step reads the deep state
-of the token before its first token, projects it back, adds it after the head's last attention, and
-copies it into the slots of its own tokens. So all steps of a round read the deep state of the token
-before the root, the last deep state that verify computed, without an input for its slot.
+(LayerSkip, arXiv 2404.16710). A head may also read the deep layers. The verify graph projects the
+states after some of these layers to a *deep state* of 2 KV D numbers for each token, and writes it
+into the token's slot of the deep cache, as if it were keys and values. A draft step reads the deep
+state of the token before its first token, projects it back, adds it after the head's last
+attention, and copies it into the slots of its own tokens. So all steps of a round read the deep
+state of the token before the root, the last that a verify pass computed, and need no input for its
+slot.
 
 **EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
-a state of the token before it. If that token is the one before the root, verify computed the state:
-hidden states of three layers, fused by a product. If it is a drafted token, the head computed the
-state. Both lie in the slot of the token that they describe, in caches of states. So a draft step
-reads the slot of each token's parent and writes the slot of the token; verify overwrites the
-drafted states with fused ones, and writes the block's keys and values from these. All graphs have
-the same inputs, and code that moves or keeps caches handles states, too. The first token of a text
-has no parent, so the published heads have no keys for it: only that token attends to its own slot.
+a state of the token before it. If that token is the one before the root, the verify graph computed
+the state: hidden states of three layers, fused by a product. If it is a drafted token, the head
+computed the state. Both lie in the slot of the token that they describe, in caches of states. So a
+draft step reads the slot of each token's parent and writes the slot of the token; the verify graph
+overwrites the drafted states with fused states, and writes the block's keys and values, computed
+from these. All graphs have the same inputs, and code that moves or keeps caches handles states,
+too. The first token of a text has no parent, so the published heads have no keys for it: only that
+token attends to its own slot.
 
 **Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
@@ -35,14 +37,15 @@ nothing has to be undone when drafted tokens are rejected.
 
 **The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each head of values
 has a matrix S as its state. A token convolves its queries, keys and values with those of the tokens
-before it, decays S, and adds the outer product of its key and the *delta* u: its value less what S
-gives for the key. Its output is what S gives for its query. S is thus a sum over the tokens before,
-of decayed outer products of keys and deltas. So a slot holds the convolution's inputs, the key, the
-deltas and the decays of its token, and again nothing is undone when drafted tokens are rejected.
+before it, decays S, and adds the outer product of its key and the *delta* u: its value minus the
+value that S gives for the key. The token's output is the value that S gives for its query. So S is
+a sum, over the tokens before, of decayed outer products of keys and deltas. A slot holds the
+convolution's inputs, the key, the deltas and the decays of its token, and again nothing has to be
+undone when drafted tokens are rejected.
 
-**Gemma 4**: layers of one kind have heads of other sizes than those of the other kind, and the last
-layers of some models read the keys and values of earlier layers. In some models each layer also
-reads an input from a second embedding of the token, added to a projection of the first.
+**Gemma 4**: the two kinds of layers have heads of different sizes, and the last layers of some
+models read the keys and values of earlier layers. In some models each layer also reads an input: a
+second embedding of the token, plus a projection of the first embedding.
 
 The module needs neither torch nor onnx.
 """
@@ -74,17 +77,17 @@ followed by ``.weight``."""
 INPUTS = "model.embed_inputs"
 INPUT_PROJECTION = "model.input_proj"
 INPUT_NORM = "model.input_norm"
-"""Modules of the inputs of layers: an embedding, a product of the model's embeddings, and a norm of
-its part for each layer. The norm has the factor of the sum."""
+"""Modules that compute the layers' inputs: an embedding, a projection of the model's embeddings,
+and the norm of each layer's part of this projection. The norm includes the factor of the sum."""
 LAYER_SCALE = "layer_scale"
-"""Name within a block of the factor of its output, whose weight is [1]."""
+"""Name, within a block, of the factor of its output. The weight is [1]."""
 ROUTER_NORM = "mlp.gate_norm"
 EXPERT_SCALES = "mlp.expert_scales"
 MLP_NORM = "mlp.dense_norm"
 EXPERTS_NORM = "mlp.experts_input_norm"
 MIXED_NORM = "mlp.experts_norm"
-"""Names within a block with an MLP next to experts: the router's norm, the factors of the experts,
-the norm of the MLP's output, and the norms before and after the experts."""
+"""Names within a block that has an MLP next to experts: the router's norm, the factors of the
+experts, the norm of the MLP's output, and the norms before and after the experts."""
 ROUTER = "mlp.gate"
 """Name, within a block, of the product that chooses experts."""
 SHARED = "mlp.shared_expert"
@@ -144,7 +147,7 @@ class Norm(NamedTuple):
         centred: Whether it is a LayerNorm, which subtracts the mean. If not, it is an RMSNorm.
         bias: Whether it adds a bias.
         groups: Number of equal groups of columns that are normalized apart, with the same weights.
-        bare: Number of values in a group of a norm without weights; 0: it has weights.
+        bare: Number of values per group of a norm without weights; 0 if the norm has weights.
     """
 
     name: str
@@ -180,7 +183,7 @@ class Mixture(NamedTuple):
     Attributes:
         router: Linear layer that chooses experts.
         experts: Gate, up and down of each expert.
-        router_norm: Norm before the router; None: that of the experts.
+        router_norm: Norm before the router; None: the norm of the experts.
         scales: Module whose weights [experts] multiply the shares of the experts; empty: there is
             none.
     """
@@ -221,7 +224,7 @@ class Block:
 
     @property
     def state_caches(self) -> range:
-        """Indices of the caches of a recurrent layer's states."""
+        """Indices of the caches for a recurrent layer's states."""
         return range(self.cache, self.cache + self.geometry.state_caches)
 
     @property
@@ -248,7 +251,8 @@ class Operations(Protocol[X]):
         ...
 
     def multiply(self, x: X, y: X, name: str) -> X:
-        """x times y, value by value. One of a single value multiplies all."""
+        """x times y, value by value. If one has a single value, it multiplies all values of the
+        other."""
         ...
 
     def norm(self, x: X, norm: Norm) -> X:
@@ -340,7 +344,7 @@ class Operations(Protocol[X]):
         ...
 
     def write_state(self, x: X, name: str) -> X:
-        """Write states into the tokens' slots of the caches of states."""
+        """Write states into the tokens' slots of the state caches."""
         ...
 
     def carry_state(self, name: str) -> X:
@@ -455,7 +459,7 @@ def base_layers(o: Operations[X], model: Model, x: X, layers: range) -> Iterator
     Args:
         o: The table of operations.
         model: The model.
-        x: Token ids for the first layer, hidden states otherwise.
+        x: Token ids for the model's first layer, hidden states for any other first layer.
         layers: The base layers, in order.
     """
     inputs: Sequence[X] = ()
@@ -477,8 +481,8 @@ def after_layers(o: Operations[X], model: Model, x: X, count: int) -> X:
 
 
 def _layer_inputs(o: Operations[X], geometry: Geometry, ids: X, embedded: X) -> Sequence[X]:
-    """The inputs of all layers from token ids. Their product is normalized as if it was divided by
-    the root of the hidden size."""
+    """The inputs of all layers from token ids. The projection of the embeddings is normalized as if
+    it was divided by the square root of the hidden size."""
     size = geometry.input_size
     count = geometry.input_layers
     if not size:
@@ -700,8 +704,8 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
 
 
 def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int]) -> X:
-    """Queries, keys and normalized values, from those without norms: parts of these sizes. The last
-    part has the values, and may be the keys, too."""
+    """Queries, keys and normalized values. x has parts of these sizes; the last part is the values,
+    and may be the keys, too."""
     geometry = of.geometry
     names = [f"{of.prefix}part_{index}" for index in range(len(sizes))]
     parts = o.split(x, sizes, names)
@@ -711,7 +715,8 @@ def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int])
 
 
 def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:
-    """Write the keys and values of the exit blocks, the only part of them that verify computes."""
+    """Write the keys and values of the exit blocks, the only part of these blocks that the verify
+    graph computes."""
     last = model.head.blocks - 1
     for index in range(last):
         x = block(o, model.exit_block(index), x)

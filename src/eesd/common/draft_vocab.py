@@ -1,8 +1,8 @@
 """The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
 
 A draft step of a small model spends much of its time on the LM head, though most text uses few of
-the tokens. Verify can still choose tokens that the draft cannot predict, so the vocabulary affects
-acceptance only. The module needs no torch.
+the tokens. The verifier can still choose tokens that the draft cannot predict, so the vocabulary
+affects only acceptance. The module needs no torch.
 """
 
 from collections.abc import Sequence

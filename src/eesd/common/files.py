@@ -89,7 +89,7 @@ def remove_leftovers(directory: Path, name: str | None = None) -> None:
     """Remove the leftovers of killed processes in a directory, and put back a directory that a
     killed process had moved aside.
 
-    Each removal is logged as a warning of one line. Files that may belong to a running process are
+    Each removal is logged as a one-line warning. Files that may belong to a running process are
     kept: silently if their lock is held, with a warning if that is unknown.
 
     Args:
@@ -157,8 +157,8 @@ class Claim(NamedTuple):
         return kept
 
     def keep(self, path: Path) -> Path:
-        """Give a directory with a temporary name a lasting one: the final name, or one beside it.
-        Returns the lasting name."""
+        """Give a temporary directory a lasting name: the final name, or a name beside it. Returns
+        the lasting name."""
         lasting = self.target
         if lexists(lasting):
             lasting = self.target.with_name(f"{self.target.name}-{self.key}")
@@ -166,8 +166,8 @@ class Claim(NamedTuple):
         return lasting
 
     def clean_up(self) -> None:
-        """Delete all files of the claim, the lock last: without it, nobody could tell whose the
-        others are."""
+        """Delete all files of the claim, the lock last: without the lock, nobody could tell whose
+        the other files are."""
         with suppress(OSError):
             self.put_back()
         if (
@@ -178,7 +178,7 @@ class Claim(NamedTuple):
             self.lock.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Clean up if the writer is dead. If it lives, or if that is uncertain, change nothing."""
+        """Clean up if the writer is dead. If it may be alive, change nothing."""
         left = lexists(self.new) or lexists(self.old)
         # A lock without text comes from a writer that has written nothing else: it was killed
         # before it could, or has not come that far yet.

@@ -17,8 +17,8 @@ class RopeScaling:
     """Scaling of the rotary frequencies, by a rule that does not depend on the length of the text.
 
     Attributes:
-        kind: ``linear``, ``llama3``, ``yarn``, ``longrope`` or ``proportional``, whose frequencies
-            are the first of those of whole heads.
+        kind: ``linear``, ``llama3``, ``yarn``, ``longrope`` or ``proportional``, which uses the
+            first of the frequencies of whole heads.
         factor: Factor by which the scaling extends the length of texts.
         original_max_position: Number of positions of the model before the scaling (llama3, yarn).
         low_freq_factor: Frequencies that turn fewer times than this over the original positions are
@@ -29,8 +29,7 @@ class RopeScaling:
         attention_factor: Factor of cos and sin (yarn, longrope).
         truncate: Whether the bounds of the dimensions between ``beta_fast`` and ``beta_slow`` are
             rounded to integers (yarn).
-        divisors: Divisor of each frequency: those for texts within the original positions
-            (longrope).
+        divisors: Divisor of each frequency, for texts within the original positions (longrope).
     """
 
     kind: str
@@ -57,8 +56,7 @@ gated delta rule."""
 RECURRENT = (CONVOLUTION, DELTA)
 """Kinds of layers whose caches hold states instead of keys and values."""
 GATES = ("silu", "gelu_tanh", "clamped")
-"""Activations of the gate of an MLP. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to
-up."""
+"""Activations of an MLP's gate. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to up."""
 PLAIN = ("relu2", "xielu", "gelu_tanh")
 """Activations of an MLP without a gate. xielu (arXiv 2411.13010) has two parameters in each
 block."""
@@ -74,7 +72,7 @@ class Experts:
     """Layers with a mixture of MLPs, the experts. Each token uses a few of them.
 
     Attributes:
-        count: Experts of a layer.
+        count: Number of experts per layer.
         used: Number of experts that a token uses.
         size: Intermediate size of an expert.
         normed: Whether the weights of a token's experts are divided by their sum.
@@ -84,7 +82,7 @@ class Experts:
         shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
         bias: Whether router and experts have biases.
         beside: Whether an MLP of the model's intermediate size runs next to the mixture. The router
-            then has its own norm, each expert a factor, and norms follow both.
+            then has a separate norm, each expert has a factor, and norms follow both.
 
     Raises:
         ValueError: A value is out of range.
@@ -192,14 +190,14 @@ class Geometry:
         embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0 means D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0 for no cap.
-        sinks: Whether each head has a sink: one more score besides those of the tokens, with a
-            value vector of 0.
+        sinks: Whether each head has a sink: an extra score, whose value vector is 0.
         attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate.
         logit_cap: Cap of the model's logits, as for scores. The exit head has no cap because it
             learns to predict the capped logits.
         rotated: Number of values that are rotated in each half of a head, from its beginning;
             0 means all.
-        layer_kinds: Kind of each layer; if empty, all are ``full``. May be longer than the model.
+        layer_kinds: Kind of each layer; if empty, all are ``full``. May list more layers than the
+            model has.
         window: Number of tokens that a sliding layer sees, including the current token.
         taps: Number of tokens that a short convolution sees, including the current token.
         delta: Sizes of layers with the gated delta rule.
@@ -207,16 +205,16 @@ class Geometry:
             0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
             MLPs.
-        full_heads: KV heads, and values of a head, of full layers; empty: ``num_kv_heads`` and
-            ``head_dim``, which are always the sizes of the caches. A larger head takes several of
-            a cache's.
-        sliding_heads: The same of sliding layers.
+        full_heads: Number of KV heads, and head size, of full layers; empty: ``num_kv_heads`` and
+            ``head_dim``, which are always the sizes of the caches. A larger head takes the place of
+            several cache heads.
+        sliding_heads: The same for sliding layers.
         value_norm: Whether the values of each head are normalized, without weights.
-        keys_as_values: Whether full layers have no projection of values: they take the keys before
-            their norm.
-        shared_from: The first of the last layers that have no keys and values, and read those of
-            the last layer of their kind before it; 0: there are none.
-        shared_size: Intermediate size of these layers; 0: that of the others.
+        keys_as_values: Whether full layers have no value projection: their values are the keys
+            before the norm.
+        shared_from: Index of the layer from which on layers have no keys and values, but read those
+            of the last layer of their kind before this index; 0: there are no such layers.
+        shared_size: Intermediate size of these layers; 0: the size of the other layers.
         input_size: Columns of the input that each layer gets from the token; 0: there is none.
         input_layers: Number of layers in the table of these inputs.
         layer_scale: Whether a factor multiplies the output of each layer.
@@ -400,17 +398,17 @@ class Geometry:
 
     @property
     def own_heads(self) -> list[tuple[int, ...]]:
-        """The sizes of heads in kinds of layers that differ from those of the caches."""
+        """The head sizes of those kinds of layers whose sizes differ from the caches' sizes."""
         return [heads for heads in (self.full_heads, self.sliding_heads) if heads]
 
     def shares(self, layer: int) -> bool:
-        """Whether a layer reads the keys and values of another."""
+        """Whether a layer reads the keys and values of another layer."""
         return 0 < self.shared_from <= layer
 
     @property
     def has_stages(self) -> bool:
-        """Whether verify can be split into stages: no layer needs anything of an earlier layer but
-        its states."""
+        """Whether the verify graph can be split into stages: no layer needs more of an earlier
+        layer than its hidden states."""
         return not self.shared_from and not self.input_size
 
     @property
@@ -430,7 +428,7 @@ class Geometry:
 
     @property
     def state_size(self) -> int:
-        """Numbers of a token's state in a recurrent layer."""
+        """Size of a token's state in a recurrent layer, in numbers."""
         return self.hidden_size if self.delta is None else sum(self.delta.parts)
 
     @property
@@ -460,7 +458,7 @@ class Geometry:
 
     @property
     def cache_columns(self) -> int:
-        """Numbers in a slot of a cache: keys and values of a token."""
+        """Size of a cache's slot, in numbers: the keys and values of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -469,23 +467,23 @@ class Geometry:
         return replace(self, experts=None)
 
     def of_head(self, layer: int) -> "Geometry":
-        """The geometry of an exit head's block after the example of a layer: no experts, and the
-        MLP after attention."""
+        """The geometry of an exit head's block that is modelled on a layer: no experts, and the MLP
+        after attention."""
         own = self.of_layer(layer)
         return replace(
             own, experts=None, parallel=False, input_size=0, input_layers=0, layer_scale=False
         )
 
     def of_layer(self, layer: int) -> "Geometry":
-        """The geometry of a layer's block: with or without experts, and with the sizes of its
-        heads."""
+        """The geometry of a layer's block: with or without experts, and with the layer's head
+        sizes."""
         own = self.of_kind(self.kind(layer))
         if self.shares(layer) and self.shared_size:
             own = replace(own, intermediate_size=self.shared_size)
         return own.dense if own.experts and layer in own.experts.dense_layers else own
 
     def of_kind(self, kind: str) -> "Geometry":
-        """The geometry with the sizes of the heads of a kind of layer."""
+        """The geometry with the head sizes of a kind of layer."""
         if not self.own_heads:
             return self
         heads = self.sliding_heads if kind == SLIDING else self.full_heads
@@ -507,8 +505,8 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: half of a head's values, and beside them those of sliding
-        layers if these have a base of their own."""
+        """Columns of the rotary tables: half of a head's values, followed by those of sliding
+        layers if these have a separate base."""
         kinds = (FULL, SLIDING) if self.local_theta else (FULL,)
         return sum(self.of_kind(kind).head_dim // 2 for kind in kinds)
 
@@ -560,7 +558,7 @@ class Eagle:
     drafted tokens, it reads states that it computed itself.
 
     Attributes:
-        layers: The layers whose hidden states verify fuses for the head, ascending.
+        layers: The layers whose hidden states the verify graph fuses for the head, ascending.
         block: Sizes of the head's block. Attention reads an embedding and a state side by side. All
             caches have one shape, so hidden size, KV heads and head size equal the model's.
         normed_residual: Whether the residual of the block is the norm of the state instead of the
@@ -595,8 +593,8 @@ class ExitConfig:
             placeholder that is not worth running.
         calibration: Calibration prior of this head; None for the controllers' default prior.
         draft_vocab: Vd, the number of tokens that the head can predict; 0: the whole vocabulary.
-        deep: Layers above N, ascending, whose hidden states verify writes to the deep cache for the
-            draft; empty if there is no deep cache.
+        deep: Layers above N, ascending, whose hidden states the verify graph writes to the deep
+            cache for the draft; empty if there is no deep cache.
         mlp: Width of the blocks' MLPs; 0 for no MLP, None for the width of the model's MLPs.
         eagle: Structure of an EAGLE-3 head: one block and a separate LM head, right after the
             embeddings (N = 0). None for an exit head.
@@ -624,7 +622,7 @@ class ExitConfig:
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The layers after which verify writes states for the head, ascending."""
+        """The layers after which the verify graph writes states for the head, ascending."""
         return self.eagle.layers if self.eagle else self.deep
 
 
@@ -668,8 +666,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 
 
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Number of caches that hold states of a head: the deep cache, or those of an EAGLE-3 head's
-    state."""
+    """Number of caches that hold a head's states: the deep cache, or the state caches of an EAGLE-3
+    head."""
     if exit_config.eagle:
         return geometry.caches_for(geometry.hidden_size)
     return int(bool(exit_config.deep))

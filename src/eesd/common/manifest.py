@@ -65,8 +65,8 @@ MAX_TOP_K = 64
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
-"""Prompt tokens of one prefill call on a GPU. Up to about this number of tokens, reading all
-weights takes a call longer than computing."""
+"""Prompt tokens of one prefill call on a GPU. Up to about this number of tokens, a call takes
+longer to read all weights than to compute."""
 MASKED = -30000.0
 """Additive mask of a hidden slot. It fits float16, and makes the slot's softmax weight exactly
 zero."""
@@ -74,7 +74,7 @@ SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
 EXACT_NODES = 64
 """Up to this number of nodes, a GPU spends more time on reading weights than on computing, so a
-call with all of them costs little more."""
+call with this number of nodes costs little more than a smaller call."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +309,8 @@ class Manifest:
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The graphs that run: the draft graph, unless it is a placeholder, and the stages of
-        verify."""
+        """The graphs that run: the draft graph, unless it is a placeholder, and the verify
+        stages."""
         return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
     @property
@@ -349,7 +349,7 @@ class Manifest:
 
     @property
     def stage_layers(self) -> tuple[range, ...]:
-        """The base layers of each stage of verify."""
+        """The base layers of each verify stage."""
         return tuple(self.base_layers(stage) for stage in self.verify)
 
     def to_json(self) -> str:
@@ -500,8 +500,8 @@ def _is_known_kind(one: Quantization) -> bool:
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Check that each stage begins where the previous one ends, and that the first has all caches
-    of the draft."""
+    """Check that each stage begins where the previous one ends, and that the first stage has all
+    caches of the draft."""
     geometry = manifest.geometry
     end = 0
     last = len(manifest.verify) - 1

@@ -11,7 +11,7 @@ FP8 = "float8e4m3fn"
 FP4 = "float4e2m1"
 """ONNX names of small floating-point types: 8 bits for -448 to 448, and 4 bits for -6 to 6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
-"""Element types of quantized weights. Unsigned ones have zero points or minimums."""
+"""Element types of quantized weights. Unsigned types have zero points or minimums."""
 BITS = {
     "int64": 64,
     "float32": 32,
@@ -128,8 +128,8 @@ class Quantizations:
         head: Quantization of the base model's LM head. An LM head that is tied to the embedding
             table gets a quantized copy.
         draft: Quantization of the exit head, and of the draft's copies of base layers and LM head.
-            Only drafted tokens depend on these. The draft has a copy only if it takes fewer bits
-            than the weight of verify.
+            Only drafted tokens depend on these. The draft has a copy only if the copy takes fewer
+            bits than the verify graph's weight.
         tensors: Quantizations of single tensors by their checkpoint names, in place of the above.
             These tensors keep the levels of the checkpoint's file, and the draft has no copies of
             them. Only here can the embedding table be quantized, with 8 bits; a tied LM head is
@@ -170,8 +170,8 @@ class Quantizations:
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
-        """Name in the draft graph of a weight that is called ``name`` in verify: the same name, or
-        that of the draft's copy."""
+        """Name, in the draft graph, of a weight that is called ``name`` in the verify graph: the
+        same name, or the name of the draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
         own = self.of(name, shape)

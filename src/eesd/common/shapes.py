@@ -188,7 +188,7 @@ def graph_needs(geometry: Geometry, head: ExitConfig, layers: range | None) -> S
     Args:
         geometry: Geometry of the base model.
         head: Configuration of the exit head.
-        layers: Base layers of verify or a stage of it; None for the draft.
+        layers: Base layers of the verify graph or one of its stages; None for the draft graph.
     """
     model = Model(geometry, head)
     shapes = Shapes(model)

@@ -33,8 +33,8 @@ from eesd.common.shapes import NO_HEAD, Shapes, block_weights, graph_needs
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 DRAFT_VOCAB = "draft_vocab"
-"""Name, in the exit head, of the draft vocabulary's token ids. Column i of the head's logits is for
-the token with the i-th id."""
+"""Name, in the exit head, of the draft vocabulary's token ids. Column i of the head's logits
+belongs to the token with the i-th id."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
@@ -288,7 +288,7 @@ def graph_shapes(
         exit_config: Configuration of the exit head.
         slots: S, the number of rows of the rotary tables.
         layers: Base layers of the graph, in order.
-        draft: True for the draft graph, False for verify or one of its stages.
+        draft: True for the draft graph, False for the verify graph or one of its stages.
         dtype: Element type of the directory.
         quantization: Quantization of the directory.
         packed: Whether layers that read the same input and are quantized alike are packed. Linked
