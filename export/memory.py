@@ -157,7 +157,7 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
         manifest: Manifest of the engine directory.
         batch: Number of sequences, all with full caches.
         ranks: Number of ranks over which the torch engine splits the weights. Several ranks need a
-        verify graph with a single stage.
+            verify graph with a single stage.
 
     Returns:
         One entry for each stage. With several ranks, each rank needs this memory.

@@ -79,8 +79,7 @@ def make_graph(
 
     Args:
         name: ``draft`` for the draft graph; any other name for the verify graph or a stage. The
-        file is
-            ``<name>.onnx``.
+            file is ``<name>.onnx``.
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
         options: Options of the export.

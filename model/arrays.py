@@ -42,7 +42,7 @@ def to_float32(values: Array) -> NDArray[np.float32]:
 
 @np.errstate(over="ignore")  # callers check for infinite values
 def rounded(values: Array, dtype: str) -> Array:
-    """Round the values to another type like torch: to the nearest, and from float64 to 16 bits
+    """Round the values to another type as torch does: to nearest, and from float64 to 16 bits
     through float32."""
     if values.dtype == np.float64:
         values = to_float32(values)
@@ -86,8 +86,8 @@ def transposed(values: Array, dtype: str | None = None) -> Array:
 
 
 def all_finite(values: Array) -> bool:
-    """Whether no value is infinite or NaN. Read as integers, the bits of such values are the
-    largest of either sign."""
+    """Whether no value is infinite or NaN. Read as integers, such values have the largest bit
+    patterns of either sign."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     positive, negative = (values.view(f"{kind}{size}").max(initial=0) for kind in "iu")

@@ -136,8 +136,8 @@ class Checkpoint:
         """The quantization that keeps the levels of the layers' linear weights; None if they have
         no levels.
 
-        Also None if only some weights have levels, or if engines do not support these levels. All
-        weights are then read dequantized.
+        Also None if only some weights have levels, or if engines do not support these levels. Then
+        all weights are dequantized when they are read.
         """
         if self.config.packing is None:
             return None
@@ -153,7 +153,7 @@ class Checkpoint:
     @property
     def own_levels(self) -> dict[str, Quantization]:
         """The quantizations that keep the levels of single tensors in use, by name: those of a GGUF
-        file, or of experts with MXFP4.
+        file, or of MXFP4 experts.
 
         The embedding table gets 8-bit levels, the only ones whose rows ONNX Runtime can gather.
         """
@@ -190,8 +190,8 @@ class Checkpoint:
         return reduced
 
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, type and first kilobyte of every tensor. It does not depend on
-        the sharding."""
+        """SHA-256 over name, shape, type and first kilobyte of every tensor, whatever the
+        sharding."""
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]

@@ -87,7 +87,8 @@ REFUSED = {
     "per_layer_config": "layers of different shapes are not supported",
     "transformers_weights": "rename the weights to model.safetensors and remove the field",
 }
-"""Fields that change which weights are used or how, with the reason why they are refused."""
+"""Fields that change which weights are used, or how they are used, with the reason for refusing
+them."""
 
 
 @dataclass(frozen=True)

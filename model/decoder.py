@@ -36,7 +36,7 @@ rely on this order."""
 
 
 class Normalization(nn.Module):
-    """A norm, RMSNorm or LayerNorm; statistics in float32.
+    """A norm: RMSNorm or LayerNorm, with statistics in float32.
 
     Args:
         size: Number of values.
@@ -197,8 +197,8 @@ class ExitHead(nn.Module):
         [B, n, hidden] after layer N.
 
         With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
-        token's root. It is added after the last attention, so no key or value depends on it: verify
-        writes the same keys and values without it.
+        token's root. It is added after the last attention, so no key or value depends on it: a
+        verify pass writes the same keys and values without it.
         """
         return self.finish(self.attend(x, inputs, caches), state)
 
@@ -208,8 +208,8 @@ class ExitHead(nn.Module):
         return attend_in_head(self._operations(inputs, caches), self.described, x)
 
     def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Run the rest, for each token alone. ``x`` and ``state``, the deep state before the
-        token's root, have the same leading dimensions."""
+        """Run the rest of the head, for each token alone. ``x`` and ``state``, the deep state
+        before the token's root, have the same leading dimensions."""
         o = self._operations()
         if state is not None:
             x = o.add([x], deep_in(o, o.model, state), "")

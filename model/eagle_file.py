@@ -39,7 +39,8 @@ _KINDS = (
     "LlamaForCausalLM",
 )
 ROPES = replace(LLAMA, ropes=("default", "linear", "llama3", "yarn"))
-"""Scalings that do not depend on the text's length: the head's positions do not limit it."""
+"""Scalings that do not depend on the text's length, so that the head's positions do not limit the
+text."""
 COMPARED = 1024
 """Number of rows of an embedding table that are compared."""
 _MAPS = ("d2t", "t2d", "embed_tokens.weight")
@@ -92,8 +93,8 @@ def read_eagle(
         [Vd], int64, ascending; None if it predicts all tokens.
 
     Raises:
-        EESDError: The head is damaged, has parts that are not supported, or belongs to a model of
-            another shape.
+        EESDError: The head is damaged, has parts that are not supported, or belongs to a model with
+            other sizes.
     """
     path = directory / CONFIG_FILE
     try:

@@ -24,14 +24,14 @@ _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts
 
 
 class Counts(NamedTuple):
-    """Number of experts in a layer, and number that a token uses."""
+    """Number of experts in a layer, and number of experts that a token uses."""
 
     experts: int
     used: int
 
 
 def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Counts:
-    """The number of experts, at least ``least``, under either of its names, and the number that a
+    """The number of experts, at least ``least``, under either field name, and the number that a
     token uses.
 
     ``count`` and ``used`` are the defaults.
@@ -93,7 +93,7 @@ def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
     """Check that no two experts of a layer always have equal shares. transformers does not define
-    which of them a token would use.
+    which of the two a token would use.
 
     Raises:
         EESDError: Two rows of a router are equal.

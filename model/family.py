@@ -52,7 +52,7 @@ class ChangedTensor:
 
 @dataclass(frozen=True)
 class ConfigTensor:
-    """A tensor whose values the config has.
+    """A tensor whose values come from the config.
 
     Attributes:
         name: Its name.
@@ -93,8 +93,8 @@ class Own(NamedTuple):
 
     Attributes:
         parts: Values of the geometry that differ from Llama's.
-        positions: Number of positions beyond which the decoder would differ from transformers; None
-            for no limit.
+        positions: Number of positions beyond which the decoder's results would differ from those of
+            transformers; None for no limit.
         notices: Sentences for the user of the checkpoint.
         divided: Divisors of tensors, applied when they are read, by the tensors' names.
         values: Values of tensors that are not stored, by the tensors' names.
@@ -187,7 +187,7 @@ class Family:
         tensors: Converts stored tensors to the decoder's.
         gguf: Storage in GGUF files; None if not supported, or stored as another family.
         published: Class name in configs with custom code, if it differs.
-        by_layer: Whether it reads ``per_layer_config``, which other families refuse.
+        by_layer: Whether the family reads ``per_layer_config``, which other families refuse.
     """
 
     model_type: str
@@ -249,7 +249,7 @@ def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str
 
 
 def ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
-    """``rope_parameters`` of a family that has them for each kind of layer."""
+    """``rope_parameters`` of a family with separate parameters for each kind of layer."""
     found = fields.take("rope_parameters", None)
     if found is not None and not (
         isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())
@@ -309,8 +309,8 @@ def take_positive(fields: Fields, name: str, default: float | None) -> float:
 
 
 def take_window(fields: Fields, default: int | None = None) -> int | None:
-    """``sliding_window`` of a family that has it in all layers. Up to this number of positions, it
-    has no effect."""
+    """``sliding_window`` of a family with a window in all layers. For texts of up to this length,
+    the window has no effect."""
     window: int | None = fields.integer("sliding_window", default, optional=True)
     return window
 

@@ -1,4 +1,4 @@
-"""The fields of a model's JSON files, each taken with its type."""
+"""The fields of a model's JSON files, each read with its type."""
 
 from collections.abc import Mapping
 from math import isfinite

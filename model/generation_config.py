@@ -44,11 +44,11 @@ GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The parts of a ``generation_config.json`` in use.
+    """The parts of a ``generation_config.json`` that EESD uses.
 
     Attributes:
-        sampling: The sampling options. With ``do_sample: false``, only the repetition penalty,
-            which also applies to greedy decoding.
+        sampling: The sampling options. With ``do_sample: false``, only the repetition penalty is
+            kept, which also applies to greedy decoding.
         eos_token_ids: Tokens that end a text; None if the file does not name them.
     """
 

@@ -95,8 +95,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. For a model in several files, give the first one; the headers
-    of all are read.
+    """Read the header of a GGUF file. For a model in several files, give the first file; the
+    headers of all files are read.
 
     Raises:
         EESDError: The file has another format, byte order or version, or is truncated or damaged;
@@ -211,8 +211,8 @@ class _Header:
         return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type and offset of a tensor. (In the file, the shape starts with the
-        innermost dimension.)"""
+        """Name, shape, type and offset of a tensor. (In the file, a shape starts with the innermost
+        dimension.)"""
         name = self.text()
         shape = self._numbers("Q", self.number("I"))[::-1]
         number, offset = self.number("I"), self.number("Q")
@@ -257,7 +257,7 @@ class GgufTensor:
 
     Args:
         stored: The stored tensor.
-        order: The stored row for each row; None for all in the stored order.
+        order: For each row, the index of the stored row; None for all rows in the stored order.
 
     Attributes:
         name: Name in the file.
@@ -304,7 +304,7 @@ class GgufTensor:
         return GgufTensor(self._stored, order if self._order is None else self._order[order])
 
     def matrices_below_each_other(self) -> "GgufTensor":
-        """A tensor [count, rows, columns] of several matrices stacked to [count rows, columns]."""
+        """Several matrices [count, rows, columns], stacked to one tensor [count rows, columns]."""
         assert self._order is None
         return GgufTensor(replace(self._stored, shape=(prod(self.shape[:-1]), self.shape[-1])))
 
@@ -330,7 +330,8 @@ class GgufTensor:
         return self._values(rows).tobytes()[:FINGERPRINTED]
 
     def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
-        """The stored levels, if the quantization is the file's, or differs only in using 8 bits.
+        """The stored levels, if the quantization is the file's, or differs only by having 8-bit
+        levels.
 
         Args:
             quantization: The wanted quantization.
@@ -466,8 +467,8 @@ _K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K":
 
 
 def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The 8 scales and minimums of each block of Q4_K or Q5_K. They have 6 bits; for the last four,
-    the upper two bits are stored separately."""
+    """The 8 scales and minimums of each block of Q4_K or Q5_K. Each has 6 bits; the upper two bits
+    of the last four are stored separately."""
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
@@ -486,7 +487,7 @@ def _fields(
     data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int
 ) -> NDArray[np.uint8]:
     """Bit fields of bytes [count, bytes]: for each group of bytes, all fields at the first shift,
-    then all at the second."""
+    then all fields at the second."""
     shift = np.array(shifts, np.uint8)[:, None]
     fields = (data.reshape(len(data), -1, 1, group) >> shift) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)

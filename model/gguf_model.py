@@ -112,8 +112,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(general: Fields) -> tuple[Family, Gguf]:
-    """The family by ``general.architecture``. If several families share it, the family whose key
-    the file has, or the family without a key."""
+    """The family by ``general.architecture``. If several families share it, the family whose key is
+    in the file, or the family without a key."""
     name = general.take("general.architecture")
     known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
     found = [(family, one) for family, one in known if one.architecture == name]
@@ -146,7 +146,7 @@ def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
 
 
 class _Own(Fields):
-    """The metadata of the architecture. Names have no prefix, except in errors."""
+    """The metadata of the architecture. Names have no prefix, except in error messages."""
 
     def __init__(self, raw: Mapping[str, Any], prefix: str) -> None:
         super().__init__(raw)

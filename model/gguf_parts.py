@@ -16,7 +16,8 @@ def part_of(path: Path, number: int, count: int) -> Path:
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """The files of a model, from the path of one: all parts that exist, or this file alone."""
+    """The files of a model, given the path of one file: all parts that exist, or this file
+    alone."""
     found = _NAME.fullmatch(path.name)
     if not found:
         return [path]

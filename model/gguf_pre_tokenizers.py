@@ -132,6 +132,6 @@ pieces of the previous one.
 
 llama.cpp's other rules are for architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
-"""Rules with which a piece that is a token stays whole, without merges."""
+"""Rules that keep a piece whole, without merges, if it is a token."""
 BEGINS = {*_LLAMA3_NAMES, "tekken"}
 """Rules that begin a text with the BOS token, unless the file overrides it."""

@@ -1,8 +1,9 @@
 """The tokens of a GGUF file that are not text, and those that end a text.
 
-A file names few of them by id. llama.cpp (``src/llama-vocab.cpp``) finds the rest by name, and
-treats every token with such a name as a control token. Here the type in the file decides: a token
-of a text type stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and Gemma.
+A file gives the ids of only a few such tokens. llama.cpp (``src/llama-vocab.cpp``) finds the rest
+by name, and treats every token with such a name as a control token. Here the type in the file
+decides: a token of a text type stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and
+Gemma.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ def check_ties(scores: Mapping[str, float], model: BPE) -> None:
         model: Merges pieces in the order of their scores.
 
     Raises:
-        ValueError: Other tokens are possible.
+        ValueError: Different tokens are possible.
     """
 
     @cache

@@ -3,8 +3,8 @@
 
 Both have the same inputs, and caches in the order of their indices.
 
-Verify computes logits only for the tokens that its caller names: a prompt needs none, and the LM
-head is a large part of a small model.
+The verify module computes logits only for the tokens that its caller names: a prompt needs none,
+and the LM head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from eesd.model.torch_ops import KV, Add, Inputs, TorchOperations
 
 
 class Graph(nn.Module):
-    """The modules of draft or verify, with an engine's kernels.
+    """The modules of the draft or verify graph, with an engine's kernels.
 
     Attributes:
         described: The description of the model.
@@ -32,7 +32,7 @@ class Graph(nn.Module):
     Args:
         decoder: The base model.
         head: The exit head.
-        layers: The base layers of verify or of a stage of it; None for the draft.
+        layers: The base layers of the verify graph or of a stage; None for the draft graph.
         add_ranks: Adds the parts of all ranks; None if one process has all weights.
     """
 
@@ -55,8 +55,8 @@ class Graph(nn.Module):
         self._add_ranks = add_ranks
 
     def _pass(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
-        """The operations of a pass with these caches. Masks are computed again, because the memory
-        of the inputs may have new values."""
+        """The operations of a pass with these caches. Masks are computed again, because the inputs'
+        memory may hold new values."""
         given = dict(zip(self._caches, caches, strict=True))
         own = inputs.anew()
         return self.operations(

@@ -30,7 +30,7 @@ ALIASES = {
 }
 
 _INCLUDED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
-_EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the formats of other tools
+_EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in other tools' formats
 _HEAD = ["*.json", "*.safetensors"]
 
 

@@ -76,7 +76,7 @@ def _block_shapes(geometry: Geometry, exit_config: ExitConfig, index: int) -> di
 def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: ExitConfig) -> Array:
     """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
-    Experts stand side by side, as if a token used all of them with the same weight. A narrower MLP
+    Experts lie side by side, as if a token used all of them with the same weight. A narrower MLP
     takes their first rows. Missing rows are 0, which adds nothing.
     """
     _, _, of_block = name.partition("blocks.")

@@ -22,7 +22,7 @@ from eesd.model.initial_head import check_exit, initial_names, joined
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Decoder:
     """Load the whole base model, frozen."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # a large model might not fit in float32
+    torch.set_default_dtype(dtype)  # a large model might not fit in memory as float32
     try:
         model = Decoder(checkpoint.geometry).requires_grad_(False).eval()
     finally:

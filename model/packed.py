@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint. Their levels are kept, or dequantized.
+"""Quantized weights of a checkpoint, whose levels are kept or dequantized.
 
 A level ``q`` stands for the weight ``scale * (q - zero_point)``. An int32 holds p levels of
 ``32 / p`` bits, the first in the lowest bits. An unsigned level is the signed level plus the middle
@@ -18,7 +18,7 @@ of the range. Tensors of a linear layer, by layout:
   [out, in / 16] of FP8; and for the whole weight ``weight_scale_2`` (ModelOpt), a factor, or
   ``weight_global_scale`` (compressed-tensors), a divisor.
 * MXFP4 of gpt-oss, for all experts: ``NAME_blocks`` [experts, out, in / 32, 16], levels as in
-  NVFP4; ``NAME_scales`` [experts, out, in / 32], exponents of two plus 127.
+  NVFP4; ``NAME_scales`` [experts, out, in / 32], powers of two, stored as their exponents plus 127.
 """
 
 from collections.abc import Mapping
@@ -66,8 +66,8 @@ def packed_tensors(
     activations are left out.
 
     Raises:
-        EESDError: No weight is quantized, or one is incomplete, has the wrong shape, or has tensors
-            that are not supported.
+        EESDError: No weight is quantized, or a weight is incomplete, has the wrong shape, or has
+            tensors that are not supported.
     """
     if packing.layout == OF_EXPERTS:
         return _packed_experts(stored, packing)
@@ -102,7 +102,7 @@ def packed_tensors(
 def _packed_experts(
     stored: Mapping[str, CheckpointTensor], packing: Packing
 ) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint with MXFP4. Tensors of all experts are split:
+    """The tensors of a checkpoint with MXFP4 weights. Each tensor of all experts is split:
     ``mlp.experts.down_proj_blocks`` gives ``mlp.experts.0.down_proj.weight`` and so on."""
     found: dict[str, CheckpointTensor | PackedTensor] = {}
     for name, levels in stored.items():
@@ -149,7 +149,7 @@ class PackedTensor:
         shape: [out, in].
         dtype: Element type of the dequantized weight.
         quantization: The quantization that keeps the levels of this tensor alone; None if the
-            levels of all linear weights are kept, or no levels.
+            levels of all linear weights are kept, or none are kept.
 
     Raises:
         EESDError: A tensor is missing or has another shape.
@@ -248,7 +248,7 @@ class PackedTensor:
 
 
 class PackedIntegers(PackedTensor):
-    """A weight stored as integers of 4 or 8 bits."""
+    """A weight stored as 4-bit or 8-bit integers."""
 
     def _shape(self) -> tuple[int, int]:
         layout = self._packing.layout
@@ -434,7 +434,7 @@ class PackedIntegers(PackedTensor):
 
 
 class PackedFloats(PackedTensor):
-    """A weight stored as floating-point numbers of 8 bits (e4m3)."""
+    """A weight stored as 8-bit floating-point numbers (e4m3)."""
 
     def _shape(self) -> tuple[int, int]:
         outputs, inputs = self._levels_part.shape
@@ -516,7 +516,7 @@ class PackedFp4(PackedTensor):
 
 
 class PackedMxfp4(PackedTensor):
-    """A weight of an expert that is stored as MXFP4."""
+    """An expert's weight, stored as MXFP4."""
 
     quantization = MXFP4
 
@@ -552,7 +552,7 @@ _CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}
 
 
 def _scale_values(part: CheckpointTensor) -> NDArray[np.float32]:
-    """The values of scales, possibly of 8 bits, in float32."""
+    """The values of scales, which may be 8-bit, in float32."""
     small = _SMALL.get(part.stored)
     if small is None:
         return to_float32(part.read())

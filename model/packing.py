@@ -83,8 +83,8 @@ _NO_EFFECT = frozenset(
         *("use_cuda_fp16", "use_exllama", "version"),
     )
 )
-"""Fields about the search for levels, the software that computes with them, other quantized parts,
-or the layers with levels, which the tensors also show."""
+"""Fields about the search for levels, the software that uses the levels, other quantized parts, or
+the layers that have levels, which the tensors also show."""
 _FORMATS = {
     ("int", 4, "pack-quantized"): WORDS,
     ("int", 8, "pack-quantized"): WORDS,
@@ -131,8 +131,8 @@ class Packing:
 
     @property
     def kind(self) -> str:
-        """Element type of the levels. Engines have no ``uint8``, NVFP4 only with a power of two as
-        the factor, and MXFP4 only in single tensors."""
+        """Element type of the levels. Engines have no ``uint8``; they have NVFP4 only with a power
+        of two as the factor, and MXFP4 only in single tensors."""
         integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
         return {FLOATS: FP8, NVFP4: NVFP4, OF_EXPERTS: OF_EXPERTS}.get(self.layout, integers)
 
@@ -147,7 +147,7 @@ class Packing:
         fitting = [size for size in BLOCKS if shared % size == 0]
         if not fitting or not self.consecutive or self.kind not in ("int4", "uint4", "int8", FP8):
             return None
-        # A draft can read half of the bits in blocks of 32.
+        # A draft can read half of the bits only in blocks of 32.
         block = min(fitting) if self.kind == "int8" else max(fitting)
         return Quantization(self.kind, block, scales="float32" if self.kind == FP8 else None)
 

@@ -1,23 +1,23 @@
-"""Weight-only quantization of linear layers: blocks of 32 weights share a scale and, in the type
+"""Weight-only quantization of linear layers: the 32 weights of a block share a scale and, for
 uint4, a minimum.
 
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
 * ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
-  With 16-bit scales, all blocks of an output have the scale of its largest weight, because
-  TensorRT-RTX multiplies by int8 weights directly only then.
+  With 16-bit scales, all blocks of an output have the scale of its largest weight: only then
+  TensorRT-RTX multiplies by int8 weights directly.
 * ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
 * ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have
   the scale of its largest weight.
 * ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16
-  (NVFP4). A block's scale is a number of 8 bits times a factor of the whole weight. It maps the
+  (NVFP4). A block's scale is an 8-bit number times a factor of the whole weight. It maps the
   block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
-With four bits, clipping the largest weights of a block can be better than coarse levels for all,
-hence the search: each candidate is rounded, and then gets the scale and the minimum that fit its
-levels best, in closed form.
+With four bits, clipping the largest weights of a block can be better than coarse levels for all
+weights, hence the search: each candidate is rounded, and then gets the scale and the minimum that
+fit its levels best, in closed form.
 
 The order of additions depends neither on the number of weights nor on the processor, so levels are
 the same everywhere.
@@ -57,12 +57,12 @@ _NEARBY = (0.96, 1.04)
 _FP8_LARGEST = 448.0
 _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
-"""Candidate levels for a block's largest weight: there are no levels between 4 and 6, which hurts
-some blocks."""
+"""Candidate levels for a block's largest weight: the gap between levels 4 and 6 hurts some
+blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
 """Bounds between neighbouring levels: a magnitude belongs to the nearest level."""
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}
-"""Least and largest levels."""
+"""Smallest and largest levels."""
 TINY = np.float32(1e-30)
 """Smallest divisor, for blocks of zeros."""
 _PIECE = 1 << 16
@@ -137,7 +137,7 @@ def shares_scales(kind: str, dtype: str) -> bool:
     return kind == FP8 or (kind == "int8" and dtype != "float32")
 
 
-@np.errstate(all="ignore")  # scales of the largest weights of a type are infinite
+@np.errstate(all="ignore")  # the scale of the largest possible weights would be infinite
 def quantize_blocks(
     blocks: Floats,
     kind: str,
@@ -267,7 +267,7 @@ def _sums(values: Floats, work: Floats) -> Floats:
 
 
 class _ScaleSearch:
-    """Search of the scales with the least squared error for blocks [count, 32, out], with the
+    """Search of the scales with the smallest squared error for blocks [count, 32, out], with the
     levels -8 .. 7.
 
     For given levels, the best scale is sum(w l) / sum(l l). Compared with zero levels, it lowers
@@ -292,7 +292,7 @@ class _ScaleSearch:
         return np.maximum(self._fit(self._scale)[0], 0)
 
     def _try(self, scale: Floats) -> None:
-        """Fit scales, and keep them for the blocks where they are the best so far."""
+        """Fit scales, and keep them for the blocks where they are the best scales so far."""
         fitted, gain = self._fit(scale)
         self._scale = np.where(gain > self._gain, fitted, self._scale)
         self._gain = np.maximum(gain, self._gain)
@@ -313,8 +313,8 @@ class _MinimumSearch:
     """Search of scales and minimums for blocks [count, 32, out] as uint4, with the levels 0 .. 15.
 
     Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
-    error of the stored values. The first candidate maps the block's least and largest weight to the
-    levels 0 and 15, so weights that were quantized this way before get the same levels.
+    error of the stored values. The first candidate maps the block's smallest and largest weights to
+    the levels 0 and 15, so weights that have already been quantized this way get the same levels.
     """
 
     def __init__(self, blocks: Floats) -> None:
@@ -343,7 +343,7 @@ class _MinimumSearch:
         )
 
     def _try(self, scale: Floats, minimum: Floats) -> None:
-        """Keep scales and minimums for the blocks where they have the least error so far."""
+        """Keep scales and minimums for the blocks where they have the smallest error so far."""
         scale, minimum = self._choose_levels(scale, minimum)
         work = np.multiply(self._levels, scale[:, None], out=self._work)
         np.subtract(np.add(work, minimum[:, None], out=work), self._blocks, out=work)
@@ -366,7 +366,8 @@ class _MinimumSearch:
         return scale, minimum
 
     def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-        """The scales and minimums with the least squared error for the levels chosen from these."""
+        """The scales and minimums with the smallest squared error, for the levels chosen from the
+        given scales and minimums."""
         scale, _ = self._choose_levels(scale, minimum)
         count = self._blocks.shape[1]
         levels = self._levels

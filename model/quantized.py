@@ -2,8 +2,8 @@
 
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], the layout of
 ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight
-``scale * (q - zero_point) + minimum``. Zero points occur only in checkpoints that were quantized
-before.
+``scale * (q - zero_point) + minimum``. Zero points occur only in checkpoints that were already
+quantized.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Quantized(NamedTuple):
     """A quantized weight.
 
     Attributes:
-        levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the
-            low half.
+        levels: The bytes of a tensor [in, out]. Two 4-bit levels share a byte, the first in the low
+            half.
         scales: Scales [in / block, out].
         zeros: The bytes of the zero points [in / block, out], packed like the levels; None if all
             are zero.
@@ -87,7 +87,7 @@ def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits
 
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
-    """A copy of some blocks of some outputs of a linear weight."""
+    """A copy of a part of a linear weight: some blocks of some outputs."""
     count, width = weight.scales.shape
     bits = BITS[kind]
     block = len(weight.levels) * 8 // (bits * count * width)

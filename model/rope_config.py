@@ -1,8 +1,8 @@
 """Read the rotary embedding of a ``config.json``: base, scaling, and number of positions.
 
 transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. If
-both exist, ``rope_scaling`` wins, and ``rope_parameters`` is ignored completely, including its
-theta.
+both versions' fields exist, ``rope_scaling`` wins, and ``rope_parameters`` is ignored completely,
+including its theta.
 """
 
 import math
@@ -45,7 +45,7 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
         family: The model's family.
 
     Raises:
-        ValueError: A value has another type or is out of range, or the scaling is not supported.
+        ValueError: A value has the wrong type or is out of range, or the scaling is not supported.
     """
     chosen, notices = _choose(fields)
     theta = fields.take("rope_theta", family.theta)

@@ -1,8 +1,8 @@
 """Rotary tables. Frequencies are computed in float32, in the same order of operations as in
 transformers.
 
-Powers, cosines and sines are the float32 numbers nearest to the exact values. Those of torch, and
-so the tables of transformers, are sometimes off by one unit in the last place.
+Powers, cosines and sines are the float32 numbers nearest to the exact values. torch's results, and
+so transformers' tables, are sometimes off by one unit in the last place.
 """
 
 import math
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 @np.errstate(all="ignore")  # the base can be any number
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
     """Compute cos and sin [length, D/2] in float32 with the geometry's scaling; [length, D] with a
-    local base: columns of full layers, then those of sliding ones.
+    local base: columns of full layers, then of sliding layers.
 
     Values of a head that are not rotated have the angle 0.
     """

@@ -20,7 +20,7 @@ from eesd.model.arrays import NUMPY_TYPES, Array, all_finite
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 """Element types by their names in the format."""
 FINGERPRINTED = 1024
-"""Bytes of each tensor that enter the fingerprint of a model."""
+"""Number of bytes of each tensor that enter the fingerprint of a model."""
 _MAX_HEADER = 100_000_000
 """The format's limit. A longer header means another format."""
 
@@ -87,7 +87,7 @@ class CheckpointTensor:
         return data
 
     def rows(self, start: int, stop: int) -> "CheckpointTensor":
-        """Some rows, as bytes of the same file."""
+        """Some rows, as a tensor over bytes of the same file."""
         row = self.nbytes // max(self.shape[0], 1)
         return replace(
             self,

@@ -10,12 +10,12 @@ from eesd.model.safetensors_file import CheckpointTensor
 
 
 class Whole(NamedTuple):
-    """A model of several parts.
+    """A model with several parts.
 
     Attributes:
         architecture: Class in transformers.
         text: Possible types of its text model. The first is the default.
-        defaults: Defaults of the text model's fields that the family has no default for.
+        defaults: Defaults of the text model's fields for which the family has no default.
         tied: Default of ``tie_word_embeddings``.
     """
 
@@ -48,7 +48,7 @@ WHOLES = {
         "Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}, tied=False
     ),
 }
-"""Models of several parts, by ``model_type``."""
+"""Models with several parts, by ``model_type``."""
 _TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.)|language_model\.(?=lm_head\.)"
 )
@@ -65,7 +65,7 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     model, all fields and an empty name.
 
     Raises:
-        ValueError: The text model has another type, or there is none.
+        ValueError: The text model has another type, or there is no text model.
     """
     whole = WHOLES.get(str(raw.get("model_type")))
     if whole is None:
@@ -88,7 +88,7 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def text_tensors(stored: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """The text model's tensors of a model of several parts, named as in a text model."""
+    """The text model's tensors in a model with several parts, named as in a text model."""
     found = {}
     for name, tensor in stored.items():
         prefix = _TEXT.match(name)

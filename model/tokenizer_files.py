@@ -2,7 +2,7 @@
 
 transformers does not always use ``tokenizer.json`` unchanged: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes add special tokens, and some
-files override others. This module has the rules of version 5 for the classes of the supported
+files override other files. This module has the rules of version 5 for the classes of the supported
 families, and for a ``tekken.json``, so their tokenizers need only the tokenizers library.
 transformers itself loads all other directories, such as those with another class, an unknown field
 or no ``tokenizer.json``. All readers of the written files get the same token ids. The tokenizer of
@@ -106,7 +106,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     loads them, or from a GGUF file.
 
     No code of the model runs, and nothing is downloaded. A tokenizer that transformers cannot load
-    is refused: used unchanged, its token ids might differ from those of the training.
+    is refused: used unchanged, it might give other token ids than the training used.
 
     Args:
         model: Directory of the model, or a GGUF file, whose metadata have the tokenizer.
@@ -116,8 +116,9 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
         ``chat_template.jinja``, by name. Empty if it has no tokenizer.
 
     Raises:
-        EESDError: The tokenizer cannot be loaded, needs transformers, which is not installed, or is
-            not of the tokenizers library; or a GGUF file's tokenizer is of an unknown kind.
+        EESDError: The tokenizer cannot be loaded, needs transformers, which is not installed, or
+            does not belong to the tokenizers library; or the kind of a GGUF file's tokenizer is
+            unknown.
     """
     if model.is_file():
         file = read_gguf(model)
@@ -286,7 +287,8 @@ def _class(model: Path, config: dict[str, Any]) -> str:
     name = str(given or registered or _AS_IT_STANDS).removesuffix("Fast")
     if name == "PreTrainedTokenizer":
         return _AS_IT_STANDS
-    # Often named by mistake for Llama 3's kind of vocabulary; transformers corrects this.
+    # Files with Llama 3's kind of vocabulary often name this class by mistake; transformers
+    # corrects it.
     text = (model / "tokenizer.json").read_text("utf-8-sig") if name == "LlamaTokenizer" else ""
     if '"ByteLevel"' in text:
         return _AS_IT_STANDS

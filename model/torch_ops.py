@@ -50,12 +50,12 @@ from eesd.common.quantization import EXIT_HEAD
 from eesd.common.weights import INPUTS, split_side
 
 EVEN_ROWS = 4
-"""On the CPU, torch's float32 products add in another order unless the number of rows is a multiple
-of this. So rows are repeated if bits must not depend on other tokens."""
+"""On the CPU, torch's float32 products add in a different order unless the number of rows is a
+multiple of this. So rows are repeated if bits must not depend on other tokens."""
 KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 Add = Callable[[Tensor], Tensor]
-"""Adds the parts of all ranks in their order, given this rank's part. Each rank gets the sum."""
+"""Adds the partial sums of all ranks, in rank order, given this rank's. Each rank gets the sum."""
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Inputs:
             slots.
         attn_mask: Additive mask [B, 1, n, S]: 0 if a token sees a slot, -30000 if not. Kernels that
             derive the mask use only its shape.
-        logit_rows: Indices [R] of the tokens whose logits verify computes, out of n; the same in
-            every sequence. None for all tokens.
+        logit_rows: Indices [R], out of n, of the tokens for which the verify graph computes logits;
+            the same in every sequence. None for all tokens.
         tree: For kernels that derive the mask, if the tokens may be a tree: a number [B], below
             which each token sees all slots; and [B, n, width] for the following slots, 1 if a token
             sees the slot. None if each token sees the slots up to its own.
@@ -178,8 +178,8 @@ def attend(
     Returns [B, H, n, D]. Only the first slots are read, one for each column of the mask.
 
     Heads are always folded, because torch's own grouped attention repeats the caches for every
-    head. Torch computes a single query in another order than several, so its engine pads calls to
-    an even number.
+    head. Torch adds in another order for a single query than for several, so its engine pads calls
+    to an even number of queries.
     """
     kv_heads = keys.shape[1]
     folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
@@ -198,7 +198,7 @@ def _attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """One attention operator. The number of heads in q is a multiple of that in the caches.
-    ``sinks`` [heads, n or 1, 1] are further scores, whose values are 0."""
+    ``sinks`` [heads, n or 1, 1] are extra scores; their value vectors are 0."""
     scale = geometry.score_scale
     cap = geometry.attention_cap
     slots = mask.shape[3]
@@ -244,7 +244,7 @@ class TorchOperations:
         module: Returns a module by its name in the description.
         inputs: The inputs of the pass; None if no operation needs other tokens.
         caches: The caches by their indices. Operations replace them by the written caches.
-        add_ranks: Adds the parts of all ranks; None if one process has all weights.
+        add_ranks: Adds the partial sums of all ranks; None if one process has all weights.
         wide: Whether logits without a cap become float32.
     """
 
@@ -305,7 +305,7 @@ class TorchOperations:
         return self.add(residual, y, name) if residual else y
 
     def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
-        """The outputs of linear layers side by side, this rank's part."""
+        """This rank's part of the outputs of linear layers, side by side."""
         outputs = [self.module(layer.name)(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -493,7 +493,7 @@ class TorchOperations:
             self._write(index, keys, values)
 
     def convolution(self, x: Tensor, block: Block, name: str) -> Tensor:
-        """Sum in float32, from the earliest token on."""
+        """The sum in float32, beginning with the earliest token."""
         gate, gate_behind, given = x.chunk(3, -1)
         state = gate * given
         taps = block.geometry.taps
@@ -547,7 +547,7 @@ class TorchOperations:
         return (y * silu(gates.float())).to(x.dtype)
 
     def _ruled_whole(self, given: "_Deltas") -> Tensor:
-        """The outputs of whole sequences."""
+        """The outputs for whole sequences."""
         sums = given.logs.transpose(1, 2).cumsum(-1)
         earlier = numbers(sums, 2)[:, None] >= numbers(sums, 2)
         decays = torch.where(earlier, sums[..., None] - sums[:, :, None], -torch.inf).exp()
@@ -561,7 +561,8 @@ class TorchOperations:
         return y.transpose(1, 2)
 
     def _ruled(self, given: "_Deltas", mixed: Tensor, block: Block) -> Tensor:
-        """The outputs of tokens that see others in the caches. Writes their states."""
+        """The outputs of tokens that see other tokens in the caches. Writes the states of these
+        tokens."""
         rule = block.geometry.delta
         inputs = self._inputs()
         assert rule is not None

@@ -35,7 +35,7 @@ class Packed:
     Attributes:
         data: The bytes of the panels.
         numbers: The operators' parameters: format, inputs, outputs, level of zero, whether each
-        scale is for 16 inputs, type of scales and minimums, whether there are minimums.
+            scale is for 16 inputs, type of scales and minimums, whether there are minimums.
     """
 
     data: NDArray[np.uint8]

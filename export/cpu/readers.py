@@ -84,7 +84,7 @@ class Reader(ABC):
         Args:
             part: The columns.
             planes: Whether 8-bit levels are packed in two planes, because the draft reads the upper
-            4 bits.
+                4 bits.
 
         Raises:
             ValueError: A scale or a minimum is not finite.

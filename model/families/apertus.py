@@ -84,7 +84,7 @@ def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
-    """Join the tensors of a block's factors of xielu."""
+    """Join the tensors of a block's xielu factors."""
     found = renamed(tensors, NAMES)
     for name, above in tensors.items():
         prefix = name.removesuffix(".alpha_p")

@@ -63,12 +63,12 @@ GGUF_NAMES = {
     "post_attention_norm": NAMES["post_attention_layernorm"],
     "post_ffw_norm": NAMES["post_feedforward_layernorm"],
 }
-"""llama.cpp's names of the norms after attention and MLP. It stores whole weights of norms."""
+"""llama.cpp's names of the norms after attention and MLP. llama.cpp stores whole norm weights."""
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
-    """``query_pre_attn_scalar``. By the number of ``layers``, llama.cpp recognizes the model whose
-    scalar differs from the size of a head."""
+    """``query_pre_attn_scalar``. llama.cpp uses the number of ``layers`` to recognize the model
+    whose scalar differs from the size of a head."""
     whole: int = raw["hidden_size"] // raw["num_attention_heads"]
     return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
 

@@ -1,5 +1,5 @@
 """Gemma 4, text: heads of different sizes in full layers and in sliding layers, and normalized
-values. Some models have inputs of layers from the tokens, layers that read the keys and values of
+values. Some models have layer inputs made from the tokens, layers that read the keys and values of
 earlier layers, values equal to keys, or a mixture of experts next to the MLP."""
 
 from collections.abc import Mapping

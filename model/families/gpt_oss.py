@@ -62,7 +62,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         if fields.number(name, only) != only:
             raise ValueError(f"{name} must be {only}, as in all published models")
     count, used = take_experts(fields, 128, 4)
-    fields.taken.add("experts_per_token")  # another name of it in published configs
+    fields.taken.add("experts_per_token")  # another name of this field in published configs
     size = fields.integer("intermediate_size", 2880)
     bias = fields.flag("attention_bias", True)
     parts = {
@@ -92,7 +92,7 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _experts(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The parts of a tensor: of one expert with the levels of MXFP4, or of all experts."""
+    """The parts of a tensor: of one expert with MXFP4 levels, or of all experts."""
     before, _, module = name.partition(EXPERTS)
     levels = re.fullmatch(r"(\d+)\.(gate_up_proj|down_proj)\.weight", module, re.ASCII)
     if levels:
@@ -146,8 +146,8 @@ def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Split each tensor of all experts into a tensor for each expert. llama.cpp keeps gate and up
-    apart."""
+    """Split each tensor of all experts into a tensor for each expert. llama.cpp stores gate and up
+    separately."""
     found: Tensors = {}
     for name, tensor in apart(tensors, geometry).items():
         before, is_of_all, module = name.partition(EXPERTS)

@@ -1,10 +1,10 @@
-"""Granite (dense): four factors. No factor costs an operation, because each is merged into a part
-that the decoder has.
+"""Granite (dense): four factors. No factor needs an operation, because each is merged into an
+existing part of the decoder.
 
 * ``attention_multiplier`` is the scale of attention.
-* ``residual_multiplier`` m multiplies everything that is added to x. The decoder computes x / m, to
-  which the same values are added without the factor m. Norms of x / m with an epsilon of
-  ``eps / m ** 2`` equal those of x.
+* ``residual_multiplier`` m multiplies everything that is added to x. The decoder computes x / m
+  instead, and adds the same values without the factor m. Norms of x / m with an epsilon of ``eps /
+  m ** 2`` equal those of x.
 * ``embedding_multiplier`` is then divided by m. The table itself is unchanged, because the LM head
   is often tied to it.
 * ``logits_scaling`` divides the final norm's weight. For powers of two, as in all published models,

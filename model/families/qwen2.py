@@ -5,7 +5,7 @@ from eesd.model.fields import Fields
 
 
 def take_switched_window(fields: Fields, layers: int) -> int | None:
-    """The window of Qwen's models, if any layer has one. Up to this length, sliding attention
+    """The window of Qwen's models, if any layer has a window. Up to this length, sliding attention
     equals full attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):

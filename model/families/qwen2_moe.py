@@ -19,7 +19,7 @@ GGUF_SHARED = {"ffn_gate_inp_shexp": f"{SHARED}_gate"} | {
 
 
 def _window(fields: Fields, layers: int) -> int | None:
-    """The window, if a layer has one. Up to this length, sliding attention equals full
+    """The window, if any layer has a window. Up to this length, sliding attention equals full
     attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     slides = fields.flag("use_sliding_window")

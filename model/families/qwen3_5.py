@@ -11,7 +11,7 @@ from eesd.model.fields import Fields
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rotary fields without those for images: positions of a text are the same in all parts."""
+    """The rotary fields without those for images: in a text, all parts of a position are equal."""
     found = dict(fields.raw)
     for name in ("rope_scaling", "rope_parameters"):
         given = fields.take(name, None)

@@ -74,7 +74,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def delta_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with the decoder's names, with gates of attention apart from queries, and with
+    """The tensors with the decoder's names, with attention's gates separate from queries, and with
     whole norms."""
     found: Tensors = {}
     for name, tensor in apart(renamed(tensors, NAMES), geometry).items():
