@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over many requests at once."""
+"""The server: OpenAI's API for many requests at once."""

@@ -30,14 +30,15 @@ ROUTERS = (
 
 
 class _Application(FastAPI):
-    """Drops the query of a URL, because no route reads it, and a trace would show it."""
+    """An application that drops the query of a URL, because no route reads it, and a trace would
+    show it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__({**scope, "query_string": b""}, receive, send)
 
 
 def make_app(service: Service, options: ServeOptions) -> FastAPI:
-    """Make the application over a running service.
+    """Make the application for a running service.
 
     ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller
     closes the service.

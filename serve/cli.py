@@ -1,4 +1,4 @@
-"""``eesd-serve``: OpenAI's API over a model or an engine directory."""
+"""``eesd-serve``: OpenAI's API for a model or an engine directory."""
 
 import os
 import tomllib
@@ -189,7 +189,7 @@ def main(host: str, port: int, **options: Any) -> None:
     limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:
-        # until rank 0 ends, run its calls; only rank 0 has the port
+        # on other ranks, run rank 0's calls until it ends; only rank 0 has the port
         load_as_asked(engine_dir_of(options), options, speculation)
     # Bind before the model is loaded, so that a port in use is reported at once.
     with bind(host, port) as bound:

@@ -1,4 +1,4 @@
-"""Translation of a request of the Messages API into a chat request."""
+"""Translation of a Messages API request into a chat request."""
 
 import json
 from collections.abc import Sequence
@@ -23,8 +23,7 @@ REFUSED = ("mcp_servers", "container")
 """Fields for features that this server does not support."""
 BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts before its system prompt, with different digits in each
-request. The line is left out, because it would keep cached prefixes from matching the next
-request."""
+request. The line is left out, because with it no cached prefix would match the next request."""
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_")
 """Types of tools that Anthropic's servers run."""
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -79,8 +78,7 @@ def as_chat(body: PromptBody) -> ChatBody:
 
 
 def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
-    """The system message, if any, without the line of Claude Code that changes with every
-    request."""
+    """The system message, if any, without Claude Code's line that changes with every request."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -134,8 +132,8 @@ def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
 
 
 def check_edits(body: PromptBody, tokens: int) -> None:
-    """Refuse a request whose prompt exceeds the number of tokens, or of tool uses, beyond which
-    ``context_management`` clears tool results, because this server cannot clear them.
+    """Refuse a request whose prompt has more tokens, or more tool uses, than ``context_management``
+    allows before it clears tool results. This server cannot clear them.
 
     Raises:
         APIError: There are tool results that would have to be cleared.
@@ -155,7 +153,7 @@ def check_edits(body: PromptBody, tokens: int) -> None:
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """Return a turn as chat messages. Results of calls become separate messages before the turn's
+    """Return a turn as chat messages. Call results become separate messages before the turn's
     text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]

@@ -42,7 +42,7 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 @router.post("/v1/messages", response_model=MessageAnswer, responses=ANSWERS)
 async def messages(body: MessagesBody, request: Request, serving: Shared) -> Response:
-    """Answer messages, with thoughts, text and uses of tools."""
+    """Answer messages with thoughts, text and tool uses."""
     generations, (reader,) = await begin(as_chat(body), request, serving)
     check_edits(body, len(reader.progress.request.tokens))
     writer = _Writer(serving, generations, reader)
@@ -53,7 +53,7 @@ async def messages(body: MessagesBody, request: Request, serving: Shared) -> Res
 
 @router.post("/v1/messages/count_tokens", responses=ERRORS)
 async def count_tokens(body: CountBody, serving: Shared) -> Count:
-    """The tokens of the prompt that messages become."""
+    """Number of tokens in the prompt that the messages become."""
     check_model(body.model, serving)
     _, tokens = await run_in_threadpool(encode, as_chat(body), serving.service.llm.codec)
     return Count(input_tokens=len(tokens))
@@ -193,7 +193,7 @@ class _Writer:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a call; empty if the call was cut off, which ``stop_reason`` shows."""
+    """The input of a call; empty if the call was cut off (which ``stop_reason`` shows)."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Bodies of ``POST /v1/messages``, its answers, and the events of its streams
+"""Request bodies, answers and stream events of ``POST /v1/messages``
 (https://docs.claude.com/en/api/messages)."""
 
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from eesd.serve.openai.schemas import INT64, Body, GenerationBody, Many, Respons
 
 
 class Block(Body):
-    """A part of a content: ``text``, ``thinking``, ``tool_use`` or ``tool_result``."""
+    """A part of a message's content: ``text``, ``thinking``, ``tool_use`` or ``tool_result``."""
 
     type: str
     text: str | None = None
@@ -115,7 +115,8 @@ class AnswerBlock(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """Tokens. ``input_tokens`` counts prompt tokens that were not cached by earlier requests."""
+    """Numbers of tokens. ``input_tokens`` counts prompt tokens that were not cached by earlier
+    requests."""
 
     input_tokens: int
     output_tokens: int

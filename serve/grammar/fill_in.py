@@ -23,7 +23,7 @@ _ENDS = {
 
 
 def ends_between(codec: TextCodec) -> list[int]:
-    """The model's tokens that end the middle of a text, besides its EOS tokens."""
+    """The tokens, in addition to the EOS tokens, that end the middle of a text."""
     found = map(codec.tokenizer.token_to_id, sorted(_ENDS))
     return [token for token in found if token is not None]
 

@@ -33,7 +33,7 @@ class HarmonyParser:
     """Parses an answer, piece by piece.
 
     Args:
-        names: Names of the functions. A message that calls any other function is content.
+        names: Names of the functions. A message that calls any other function counts as content.
         streaming: Whether arguments are returned as they come. If False, a call whose arguments are
             not a JSON object is content.
 

@@ -1,5 +1,5 @@
-"""Separate a model's thoughts from its answer. Thoughts are a leading ``<think>...</think>``, as
-Qwen3, DeepSeek and SmolLM3 write it."""
+"""Separate a model's thoughts from its answer. Thoughts are a ``<think>...</think>`` block at the
+start, as Qwen3, DeepSeek and SmolLM3 write it."""
 
 from eesd.runtime.text import TextCodec, overlap
 

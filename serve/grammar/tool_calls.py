@@ -56,7 +56,7 @@ OTHER_MARKS = (
         for slash in ("", "/")
     ),
 )
-"""Text that may be around calls that lack the marks of their format. llama.cpp accepts the same
+"""Text that may surround calls without the marks of their format. llama.cpp accepts the same
 tags."""
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -71,8 +71,8 @@ _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """A part that text adds to the answer: content, a thought, the beginning of a call (``id`` and
-    ``name``), or a piece of its arguments."""
+    """A part of the answer that new text adds: content, a thought, the beginning of a call (``id``
+    and ``name``), or a piece of its arguments."""
 
     content: str = ""
     index: int = 0

@@ -43,8 +43,8 @@ _OTHER_FIELDS = (
 )
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Maximum number of calls in an answer if the request sets none. Without it, a model that must call
-could go on for ever."""
+"""Maximum number of calls in an answer if the request sets none. Without a limit, a model that must
+call could go on for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOLD = """You can call these functions, given with JSON schemas of their parameters:
 {tools}
@@ -185,7 +185,7 @@ class Tools:
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    # The id makes it the root of its references.
+                    # The id makes the schema the root of its references.
                     self.format.arguments: {"$id": f"urn:function:{name}", **schema},
                 },
                 "required": ["name", self.format.arguments],
@@ -277,8 +277,8 @@ def _check_tool(tool: Any, name: str) -> None:
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The choice, and the names of the tools in the prompt: all of them, except with OpenAI's
-    ``allowed_tools``."""
+    """The choice, and the names of the tools in the prompt: all tools, unless OpenAI's
+    ``allowed_tools`` lists some."""
     chosen = given.get("type") if isinstance(given, Mapping) else given
     if chosen in (None, "none", "auto", "required"):
         return chosen or "auto", names

@@ -1,4 +1,5 @@
-"""Admission of requests: API keys, size and pace of bodies, and no new requests while stopping."""
+"""Admission of requests: API keys, limits on the size and pace of bodies, and refusals while the
+server stops."""
 
 import asyncio
 import hmac
@@ -56,7 +57,7 @@ class Gate:
             self._serving.active -= not quiet
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request that may enter; None if the client left before it was complete.
+        """The body of an admitted request; None if the client left before the body was complete.
 
         Raises:
             APIError: The request is not admitted.

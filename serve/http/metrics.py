@@ -93,8 +93,8 @@ WHOLE = (
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the histograms: three scales of seconds, then tokens of a request, and tokens of
-a round."""
+"""Upper bounds of the histograms: three scales of seconds, then a scale for tokens per request, and
+a scale for tokens per round."""
 REASONS = {"cancelled": "abort"}
 """vLLM's names of finish reasons, where they differ from ours."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
@@ -154,7 +154,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
 
 class Metrics:
     """The counters and histograms of one server, in a separate registry. vLLM numbers its engines;
-    a server of this project has a single engine, with the number 0."""
+    this server has a single engine, with the number 0."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -230,7 +230,7 @@ class Metrics:
         self._tokens[name].inc(amount)
 
     def asked(self, requests: list[Request]) -> None:
-        """Record the limits of the requested texts of one prompt."""
+        """Record the limits of the texts that are requested for one prompt."""
         self.observe("request_params_n", len(requests))
         for request in requests:
             self.observe("request_params_max_tokens", request.max_new_tokens)
@@ -241,7 +241,7 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def drafted(self, before: Stats, now: Stats) -> None:
-        """Count the drafts that were made between two statistics of one request."""
+        """Count the drafts between two successive statistics of a request."""
         self.count("spec_decode_num_drafts", num_drafts(now) - num_drafts(before))
         self.count("spec_decode_num_draft_tokens", now.draft_tokens - before.draft_tokens)
         self.count("spec_decode_num_accepted_tokens", now.accepted_tokens - before.accepted_tokens)
@@ -256,7 +256,7 @@ class Metrics:
 
 
 class Meter:
-    """Measures one text. Times are seconds of one monotonic clock.
+    """Measures one text. All times are seconds of the same monotonic clock.
 
     Args:
         metrics: Metrics of the server.

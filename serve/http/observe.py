@@ -23,8 +23,8 @@ except ImportError:
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
-"""Paths that are polled constantly. They are not logged, need no place in the batch, and are
-answered even while the server stops."""
+"""Paths that are polled constantly. Requests for them are not logged, need no place in the batch,
+and are answered even while the server stops."""
 TRACED = {
     "route": "http.route",
     "operation": "gen_ai.operation.name",
@@ -41,20 +41,20 @@ TRACED = {
     "queue_seconds": "gen_ai.latency.time_in_queue",
     "prefill_seconds": "gen_ai.latency.time_in_model_prefill",
 }
-"""Names of facts in traces: those of OpenTelemetry's conventions, and vLLM's names for two times
-that the conventions lack. Names of other facts begin with ``eesd.``."""
+"""Names of facts in traces: OpenTelemetry's conventional names, and vLLM's names for two times that
+the conventions lack. Names of other facts begin with ``eesd.``."""
 OPERATIONS = {
     "/v1/completions": "text_completion",
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
-"""The operation of each route that generates, under the name in OpenTelemetry's conventions."""
+"""The operation of each generating route, under its name in OpenTelemetry's conventions."""
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class JSONFormatter(logging.Formatter):
-    """Writes one JSON object a line: time, level, logger, message, ``request_id``, and the facts of
-    a request."""
+    """Writes one JSON object per line: time, level, logger, message, ``request_id``, and the facts
+    of a request."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -102,7 +102,7 @@ def log_to_stderr(form: str) -> None:
 
 
 def _add_to_span(facts: Mapping[str, Any]) -> None:
-    """Add the id of a request, and facts, to its span, if it has a span that has not ended."""
+    """Add a request's id and facts to the request's span, if it has a span that has not ended."""
     if get_current_span is not None and (span := get_current_span()).is_recording():
         named = {"request_id": _REQUEST_ID.get() or ""} | dict(facts)
         span.set_attributes(
@@ -169,7 +169,7 @@ class Observe:
             LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
 
     def _traced(self, path: str) -> dict[str, str]:
-        """Facts of a request that only a trace has: its route and, if it generates, the
+        """Facts about a request that only a trace has: the route and, if the route generates, the
         operation."""
         if path not in self._paths:
             return {"route": "other"}
@@ -184,8 +184,8 @@ class Observe:
 
 
 def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
-    """Outcome of a request so far: status, seconds, name of the key, requested model, fields
-    without effect, and tokens."""
+    """Outcome of a request so far: status, seconds, key name, requested model, fields without
+    effect, and numbers of tokens."""
     state = scope.get("state", {})
     found: dict[str, Any] = {"status": status, "seconds": round(monotonic() - start, 4)}
     for name in ("key", "model", "ignored_fields"):

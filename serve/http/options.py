@@ -34,15 +34,15 @@ class ServeOptions:
         api_keys: Requests must have one of these keys as a bearer token. If empty, no key is
             needed.
         allowed_hosts: Host names, without ports and regardless of case, for which requests are
-            accepted (``Host``); empty to accept all names. This refuses requests from a page of
-            another site whose name resolves to this server (DNS rebinding). Requests without
+            accepted (``Host``); empty to accept all names. The check refuses requests from another
+            site's page if the site's name resolves to this server (DNS rebinding). Requests without
             ``Host``, as in HTTP/1.0, and probes are always accepted.
         allowed_origins: Origins of pages that may send requests from a browser (CORS), or ``*`` for
             all origins.
         metrics_open: Whether ``/metrics`` is open without a key.
         max_body_bytes: Maximum size of a body.
         max_prompt_tokens: Maximum length of a prompt; 0 for the limit of the engines' KV cache.
-        max_n: Maximum number of texts of one request: prompts times ``n``.
+        max_n: Maximum number of texts per request: prompts times ``n``.
         request_timeout: Seconds after which a request ends with the tokens that it has by then.
         body_timeout: Seconds within which a body, or the head of a request, must arrive.
         send_timeout: Seconds for which a client may leave an answer unread; for
@@ -145,7 +145,7 @@ class Serving:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens of a text, including the prompt."""
+        """Maximum length of a text, in tokens, including the prompt."""
         return self.service.llm.manifest.max_seq_len
 
     @property

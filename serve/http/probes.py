@@ -12,7 +12,7 @@ router = APIRouter(responses={status: ERRORS[status] for status in (401, 503)})
 
 @router.get("/health", response_class=PlainTextResponse)
 async def health(serving: Shared) -> str:
-    """200 while the batch is alive. Restart the server if it is not."""
+    """Status 200 while the batch is alive. Restart the server if it is not."""
     if not serving.service.alive:
         raise APIError(503, "The batch has stopped; restart the server.", code="internal_error")
     return "ok"
@@ -20,7 +20,7 @@ async def health(serving: Shared) -> str:
 
 @router.get("/ready", response_class=PlainTextResponse)
 async def ready(serving: Shared) -> str:
-    """200 while requests are taken. Send them elsewhere while they are not."""
+    """Status 200 while the server takes requests. Send requests elsewhere while it does not."""
     if not serving.ready:
         raise APIError(503, "The server is stopping; ask another one.", code="stopping")
     return "ok"

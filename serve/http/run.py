@@ -26,7 +26,7 @@ UNREAD_BYTES = 64 << 10
 """Bytes of a stream that the system buffers. With a larger buffer, the server would notice only
 after minutes that a client reads nothing."""
 LAST_SECONDS = 5
-"""Seconds for writing the last responses after the remaining requests were cancelled."""
+"""Seconds for writing the last responses after the remaining requests have been cancelled."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -134,9 +134,9 @@ class _Server(uvicorn.Server):
 
 
 class _PatientProtocol(H11Protocol):
-    """Closes connections whose client never begins a request, does not complete its head, or leaves
-    the answer unread. Waiting until the client reads the answer, or until a connection with unread
-    data closes, could take for ever."""
+    """Closes connections whose client never begins a request, does not complete a request's head,
+    or leaves an answer unread. Waiting until the client reads the answer, or until a connection
+    with unread data closes, could take for ever."""
 
     serving: Serving
     _head: asyncio.TimerHandle | None = None

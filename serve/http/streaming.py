@@ -17,8 +17,8 @@ T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
-"""A comment. Clients ignore it, but without it proxies would close a connection on which nothing is
-sent for long."""
+"""A comment. Clients ignore comments, but without them proxies would close a connection after a
+long silence."""
 QUIET_SECONDS = 10.0
 """Seconds without an event before a comment is sent."""
 
@@ -38,8 +38,8 @@ def event(value: BaseModel) -> bytes:
 
 
 def stream_error(error: Exception) -> APIError:
-    """Return the error for a client whose stream failed after the status was sent. Errors of the
-    server are logged."""
+    """Return the error for a client whose stream failed after the status was sent. Server errors
+    are logged."""
     api_error = as_api_error(error)
     if api_error.status == 500:
         LOGGER.error("A stream failed.", exc_info=error)

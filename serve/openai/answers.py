@@ -37,8 +37,8 @@ class Writer(Protocol):
 def new_answer(
     model: type[Answer], kind: str, prefix: str, serving: Serving, generations: Generations
 ) -> Callable[..., Answer]:
-    """Return a function that makes an answer or a chunk of one, with ``kind`` as its ``object`` and
-    an id that begins with ``prefix``."""
+    """Return a function that makes an answer, or a chunk of an answer, with ``kind`` as its
+    ``object`` and an id that begins with ``prefix``."""
     generations.id = f"{prefix}-{uuid4().hex}"
     return partial(
         model,

@@ -57,7 +57,7 @@ async def chat_completions(body: ChatBody, request: Request, serving: Shared) ->
 async def begin(
     body: ChatBody, request: Request, serving: Serving
 ) -> tuple[Generations, list["Reader"]]:
-    """Make the generations that answer a chat of any API, and a reader for each answer.
+    """Make the generations that answer a chat request of any API, and a reader for each answer.
 
     Raises:
         APIError, EESDError: The server cannot fulfil the request.
@@ -104,7 +104,7 @@ def encode(body: ChatBody | TokenizeBody, codec: TextCodec) -> tuple[Tools | Non
 
 
 class Reader:
-    """Reads one answer: the thoughts of the model, its text, and its calls.
+    """Reads one answer: the model's thoughts, text and calls.
 
     Attributes:
         progress: The output so far.
@@ -166,8 +166,8 @@ class Reader:
     def _think(
         self, thoughts: ThinkParser, pieces: Sequence[str], held: str, last: bool
     ) -> tuple[str, str]:
-        """Return the thoughts and the text that the new tokens add, and count the tokens of
-        thoughts."""
+        """Return the thoughts and the text that the new tokens add, and count the thoughts'
+        tokens."""
         thought = ""
         text = ""
         for piece in pieces:

@@ -55,7 +55,8 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
-    """Return tokens and text of each prompt. A long text takes long, so call this in a thread."""
+    """Return tokens and text of each prompt. A long text takes long to encode, so call this in a
+    thread."""
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []

@@ -31,8 +31,8 @@ LIVENESS_SECONDS = 5.0
 
 @dataclass
 class Progress:
-    """The output of one choice so far. ``finish_reason`` is OpenAI's; ``stop_reason`` is a stop
-    string, or ``deadline``. The reader of a chat sets ``thought_tokens``."""
+    """The output of one choice so far. ``finish_reason`` has OpenAI's values; ``stop_reason`` is a
+    stop string, or ``deadline``. The reader of a chat sets ``thought_tokens``."""
 
     request: Request
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -62,8 +62,8 @@ class Progress:
 
 
 class Generations:
-    """Runs requests and yields each ``(index, update)`` as it arrives. Used in an ``async with``
-    block, which cancels the requests that are left at its end.
+    """Runs requests and yields each ``(index, update)`` as it arrives. Use this in an ``async
+    with`` block, which cancels unfinished requests at its end.
 
     Args:
         serving: The server.
@@ -189,7 +189,7 @@ class Generations:
         return APIError(500, message, code="internal_error")
 
     def usage(self) -> Usage:
-        """Tokens so far, each prompt counted once."""
+        """Numbers of tokens so far. Each prompt is counted once."""
         prompts = self.progress[:: self._choices]
         prompt = sum(len(choice.request.tokens) for choice in prompts)
         new = sum(len(choice.outputs) for choice in self.progress)

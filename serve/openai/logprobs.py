@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of OpenAI's API."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 import codecs
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class TokenWriter:
 
     Args:
         codec: The tokenizer; None to write tokens as ``token_id:5``.
-        prompt: The tokens before those of the choice.
+        prompt: The tokens before the choice's tokens.
     """
 
     def __init__(self, codec: TextCodec | None, prompt: Sequence[int] = ()) -> None:

@@ -69,9 +69,9 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(ALIASES, None),
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
-"""Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the
-text and are not supported, and for each the value that has no effect. An alias is refused if the
-field that it stands for is given, too, or does not exist."""
+"""Unsupported fields that shape the text in the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and
+transformers, and for each field the value that has no effect. An alias is refused if the field that
+it stands for is given, too, or does not exist."""
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MOST_NAMED = 32
@@ -83,8 +83,8 @@ def chat_of(values: dict[str, Any]) -> ChatBody:
     out.
 
     Raises:
-        RequestValidationError: A field that exists only in chats has a value that cannot be used.
-            The error has the field's name in the other API.
+        RequestValidationError: A field that exists only in chat requests has a value that cannot be
+            used. The error has the field's name in the other API.
     """
     try:
         return ChatBody.model_validate(
@@ -250,7 +250,7 @@ def requests_of(
 
 
 def _check_window(body: Body, sampling: Sampling) -> None:
-    """If there are penalties, refuse a window for them, because they count all tokens."""
+    """Refuse a window for penalties if there are penalties, because these count all tokens."""
     window = (body.model_extra or {}).get("repeat_last_n")
     if window in (None, -1) or not (sampling.counts or sampling.repetition_penalty != 1):
         return

@@ -1,4 +1,4 @@
-"""Translation of a request of the Responses API into a chat request."""
+"""Translation of a Responses API request into a chat request."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Bodies of ``POST /v1/responses``, its answers, and the events of its streams."""
+"""Request bodies, answers and stream events of ``POST /v1/responses``."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ Strings = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
 
 
 class ContentPart(Body):
-    """A part of a content: ``input_text``, ``output_text``, ``refusal``, ..."""
+    """A part of an item's content: ``input_text``, ``output_text``, ``refusal``, ..."""
 
     type: str
     text: str | None = None
@@ -116,7 +116,7 @@ class InputDetails(BaseModel):
 
 
 class OutputDetails(BaseModel):
-    """``reasoning_tokens`` are those of thoughts, with the marks around them."""
+    """``reasoning_tokens`` counts the tokens of thoughts and of the marks around them."""
 
     reasoning_tokens: int
 

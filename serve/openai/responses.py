@@ -47,7 +47,7 @@ Event = tuple[str, dict[str, Any]]
 
 @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ANSWERS)
 async def responses(body: ResponsesBody, request: Request, serving: Shared) -> Response:
-    """Answer an input, with calls of functions or text. Nothing is stored."""
+    """Answer an input with function calls or text. Nothing is stored."""
     template = serving.codec.chat_template if serving.codec else None
     chat = as_chat(body, template is not None and "developer" in template.source)
     generations, (reader,) = await begin(chat, request, serving)
@@ -116,7 +116,7 @@ class _Writer:
         """Pieces of the open item so far: its text or its arguments."""
         self._open = False
         self._logprobs: list[ChatLogprob] = []
-        """Log-probabilities of the open text, including tokens that have not shown any text yet."""
+        """Log-probabilities of the open text, including tokens whose text has not appeared yet."""
         self._told = 0
         self._custom = {
             tool.get("name") for tool in body.tools or () if tool.get("type") == "custom"
@@ -255,8 +255,8 @@ class _Writer:
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
     def _close_custom(self, item: OutputItem, arguments: str) -> Iterator[Event]:
-        """Yield the events with the input of a custom tool's call, which is known when its JSON is
-        complete."""
+        """Yield the events with the input of a custom tool call. The input is known when its JSON
+        is complete."""
         item.status = "incomplete"
         if _is_whole(arguments):
             item.status = "completed"

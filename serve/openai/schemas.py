@@ -54,8 +54,8 @@ THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "non
 
 
 class GenerationBody(Body):
-    """Common fields of all bodies that generate. Fields that are left out, or null, take the
-    server's defaults."""
+    """Common fields of all bodies of generating requests. Missing or null fields take the server's
+    defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,7 +174,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateBody(Body):
-    """How messages become a prompt. ``tools`` may come, too."""
+    """Fields that control how messages become a prompt. ``tools`` may also be given."""
 
     chat_template_kwargs: (
         Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None
@@ -227,13 +227,13 @@ class PromptDetails(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """``reasoning_tokens`` are those of thoughts, with the marks around them."""
+    """``reasoning_tokens`` counts the tokens of thoughts and of the marks around them."""
 
     reasoning_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens, each prompt counted once. A text without thoughts has no
+    """Numbers of tokens. Each prompt is counted once. A text without thoughts has no
     ``completion_tokens_details``."""
 
     prompt_tokens: int
@@ -252,8 +252,9 @@ class SpeculativeDecoding(BaseModel):
         draft_acceptance_rate: Share of the verified draft tokens that were accepted.
         acceptance_histogram: Number of rounds with 0, 1, 2, ... accepted tokens, among rounds that
             verified a draft.
-        num_spec_steps: Rounds that verified a draft.
-        num_accepted_draft_tokens, num_draft_tokens: Draft tokens accepted, and verified.
+        num_spec_steps: Number of rounds that verified a draft.
+        num_accepted_draft_tokens, num_draft_tokens: Numbers of draft tokens that were accepted, and
+            that were verified.
     """
 
     mean_acceptance_length: float
@@ -399,8 +400,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The special tokens, for clients that cut prompts themselves. None: the model does not have
-    the token."""
+    """The special tokens, for clients that truncate prompts themselves. A value is None if the
+    model does not have the token."""
 
     bos_token: str | None
     eos_token: str | None

@@ -44,7 +44,7 @@ async def models(serving: Shared) -> ModelList:
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, serving: Shared) -> ModelCard:
-    """The model of this name."""
+    """The model with this name."""
     if not model:
         raise APIError(404, NO_PATH)
     check_model(model, serving)

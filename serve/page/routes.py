@@ -49,7 +49,7 @@ router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
 
 class PlayBody(GenerationBody):
-    """Body of a request of the page: for an answer to ``messages``, or for the text that follows
+    """Body of a request from the page: for an answer to ``messages``, or for the text that follows
     ``prompt``."""
 
     prompt: str | None = None
@@ -149,9 +149,9 @@ def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
     """Return the estimates of the rule that decided the last round, as JSON values.
 
     Returns:
-        ``accept`` and ``text``: mean and covariance of the calibrator of the exit head's drafts,
-        and of that of drafts from the text, if the rule has them. ``alone``: whether the request
-        ran alone. ``plain_seconds``: the seconds of a plain round, if known, only for a request
+        ``accept`` and ``text``: mean and covariance of the calibrator for the exit head's drafts,
+        and of the calibrator for drafts from the text, if the rule has them. ``alone``: whether the
+        request ran alone. ``plain_seconds``: seconds of a plain round, if known; only for a request
         that ran alone.
     """
     if isinstance(deciding, LoadRule):

@@ -40,7 +40,7 @@ class Asked:
         guide: Kind and value of the output constraint, for :func:`eesd.make_constraint`; None if
             the output is unconstrained.
         stream: Whether each round's tokens are sent in a separate response.
-        prefix: Text to put before that of the first response.
+        prefix: Text to put before the first response's text.
     """
 
     request: Request

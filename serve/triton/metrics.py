@@ -98,7 +98,7 @@ class Metrics:
             self._metric("num_requests_waiting", "Requests in the queue.", "GAUGE").set(load[1])
 
     def _metric(self, name: str, text: str, kind: str = "COUNTER", **labels: str) -> Any:
-        """A metric, made when it is first used. The caller holds the lock."""
+        """A metric, which is made when it is first used. The caller holds the lock."""
         key = (name, *labels.values())
         if key not in self._made:
             if name not in self._families:

@@ -22,11 +22,11 @@ from eesd.serve.triton.replies import FINAL, Replies, failure
 from eesd.serve.triton.repository import read_settings
 
 ORPHAN_SECONDS = 1.0
-"""Interval in seconds at which the stub process checks whether its server still runs."""
+"""Interval, in seconds, at which the stub process checks whether its server still runs."""
 
 
 class TritonPythonModel:
-    """Takes requests as they come and answers them from another thread, so that Triton never
+    """Takes requests as they come, and answers them from another thread, so that Triton never
     waits."""
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -95,8 +95,7 @@ def _end_with(server: int) -> None:
     """End this process when the server has gone. Without this, the stub process of a killed server
     would live on, with the model and its memory.
 
-    The name of the memory that both share is the stub's second argument; nothing else removes that
-    memory.
+    The shared memory's name is the stub's second argument; nothing else removes that memory.
     """
     while os.getppid() == server:
         time.sleep(ORPHAN_SECONDS)

@@ -15,8 +15,8 @@ from eesd.serve.triton.inputs import Asked
 from eesd.serve.triton.metrics import Metrics
 
 POLL_SECONDS = 0.05
-"""Interval in seconds at which the thread checks whether clients have cancelled. Each check sends a
-message to the server for each request."""
+"""Interval, in seconds, at which the thread checks whether clients have cancelled. Each check sends
+a message to the server for each request."""
 LEAST = -9999.0
 """Represents the logarithm of zero, which JSON cannot write."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL

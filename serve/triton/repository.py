@@ -96,8 +96,8 @@ class Settings:
             check_integer("threads", self.threads, 1, 1 << 16)
 
     def load(self, directory: Path) -> LLM:
-        """Open the engines. ``directory`` is that of the model's version. Raises :class:`EESDError`
-        if they cannot be used."""
+        """Open the engines. ``directory`` is the directory of the model's version. Raises
+        :class:`EESDError` if they cannot be used."""
         options = {
             one.name: getattr(self, one.name)
             for one in fields(self)
