@@ -1,6 +1,5 @@
 """Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``),
 write reports (``report``).
 
-``report`` imports ``replay`` and ``measure``; ``replay`` imports ``measure``. No import goes the
-other way.
+``report`` imports ``replay`` and ``measure``; ``replay`` imports ``measure``.
 """

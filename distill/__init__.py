@@ -12,6 +12,6 @@ The modules in reading order. Each imports only from modules above it.
   ``eesd.distill.calibrate`` fits the calibration prior to them.
 * ``metrics``: ``metrics.jsonl``.
 * ``trainer``: training loop, checkpoints, exact resume.
-* ``run``: from the options to training and evaluation.
+* ``run``: one run, from its options to training and evaluation.
 * ``cli``: the command.
 """

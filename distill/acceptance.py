@@ -1,7 +1,7 @@
 """Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
 
-For the same tokens, a parallel pass computes the same values as drafting, and a greedy draft is
-accepted if it is the next token of the model's greedy text. One bit per position is therefore
+For the same tokens, a parallel pass computes the same values as drafting. A greedily drafted token
+is accepted if it is the next token of the model's greedy text. One bit per position is therefore
 enough to replay rounds of any draft length. The counts equal those of the runtime's statistics.
 """
 
@@ -38,9 +38,10 @@ class Acceptance:
     """Counts over replayed rounds, as in the runtime's statistics.
 
     Attributes:
-        verified: For each depth, number of rounds that drafted to this depth and whose earlier
-            drafts were all accepted.
-        accepted: For each depth, number of rounds whose draft at this depth was also accepted.
+        verified: For each depth, number of rounds that drafted to this depth and in which all
+            earlier drafted tokens were accepted.
+        accepted: For each depth, number of rounds whose drafted token at this depth was also
+            accepted.
         rounds: Number of rounds.
         tokens: Number of tokens that the rounds generated.
     """
@@ -52,7 +53,8 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """Probability of acceptance at each depth, given that all earlier drafts were accepted."""
+        """Probability of acceptance at each depth, given that all earlier drafted tokens were
+        accepted."""
         return [a / v if v else 0.0 for a, v in zip(self.accepted, self.verified, strict=True)]
 
     @property
@@ -64,9 +66,9 @@ class ReplayedRound(NamedTuple):
     """One round over a known text.
 
     Attributes:
-        start: Index of the text's token that the first draft predicts.
-        drafted: Number of drafts.
-        accepted: Number of accepted drafts.
+        start: Index of the text's token that the first drafted token predicts.
+        drafted: Number of drafted tokens.
+        accepted: Number of accepted tokens.
     """
 
     start: int
@@ -75,7 +77,7 @@ class ReplayedRound(NamedTuple):
 
     @property
     def verified(self) -> int:
-        """Number of drafts up to the first rejection, including it."""
+        """Number of drafted tokens up to and including the first rejected one."""
         return min(self.drafted, self.accepted + 1)
 
 
@@ -362,7 +364,7 @@ def acceptance_by_kind(
 def _greedy_columns(
     head: ExitHead, lm_head: Tensor, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its
+    """The most likely column for each input of the LM head [n, hidden], its probability, and its
     margin; each [n], on the CPU."""
     weight = (lm_head if head.lm_head is None else head.lm_head.weight).float()
     found = []

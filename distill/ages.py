@@ -2,8 +2,8 @@
 
 All draft steps of a round read the deep state of the token before the root. The result at a
 position therefore depends on its *age*, the number of drafted tokens before it in the round.
-Training gives each position of a row a root, with rounds of random lengths; validation computes
-each age at the positions where rounds reach it.
+In training, rounds of random lengths give each position of a row a root. Validation computes each
+age at the positions where rounds reach it.
 """
 
 from collections.abc import Sequence

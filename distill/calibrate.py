@@ -1,8 +1,8 @@
-"""Fit the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted
-over several texts.
+"""Fit the prior of the controllers' calibration (docs/controllers.md) to drafted rounds of several
+texts.
 
-Each draft up to and including the first rejection gives a label. The weights of both scores are
-fitted to the labels. The standard deviation of the request offset is chosen so that the
+Each drafted token up to and including the first rejected one gives a label. The weights of both
+scores are fitted to the labels. The standard deviation of the request offset is chosen so that the
 controllers' online calibration predicts best. All reported metrics are cross-validated.
 """
 
@@ -19,22 +19,22 @@ from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 SCORES = ("accept", "following")
-"""Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the
-next draft is accepted, too."""
+"""Fields of the prior. ``accept`` predicts whether a drafted token is accepted, ``following``
+whether the next drafted token is accepted, too."""
 FOLDS = 4
 """Folds of the cross-validation over texts."""
 REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Candidate standard deviations of the request offset. With larger values, an offset can fall so
-low that nothing is drafted, and then no label arrives to raise it again."""
+low that nothing is drafted; then no label can raise the offset again."""
 MIN_GAIN = 0.005
-"""Least fraction by which a standard deviation must lower the loss. Smaller gains made sampling
+"""Smallest fraction by which a standard deviation must lower the loss. Smaller gains made sampling
 slower."""
 BINS = 10
 """Bins of the expected calibration error, all of equal width."""
 
 Floats = NDArray[np.float64]
 LabelledRound = list[tuple[tuple[float, ...], bool]]
-"""Features and label of each labelled draft of one round."""
+"""Features and label of each labelled drafted token of one round."""
 LabelledText = dict[str, list[LabelledRound]]
 """The rounds of one text, for each of ``SCORES``."""
 
@@ -43,8 +43,8 @@ class DraftedRound(NamedTuple):
     """A round that drafted a chain.
 
     Attributes:
-        steps: The controller's input for each draft.
-        accepted: Number of drafts that were accepted.
+        steps: The controller's input for each drafted token.
+        accepted: Number of drafted tokens that were accepted.
     """
 
     steps: Sequence[DraftStep]
@@ -52,12 +52,12 @@ class DraftedRound(NamedTuple):
 
 
 def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
-    """Label the drafts of a text's rounds.
+    """Label the drafted tokens of a text's rounds.
 
     Returns:
-        For ``accept``, each draft up to the first rejection, labelled with its acceptance. For
-        ``following``, each accepted draft followed by a labelled draft, labelled with the
-        acceptance of that next draft.
+        For ``accept``, each drafted token up to the first rejected one, labelled with its
+        acceptance. For ``following``, each accepted token before a labelled one, labelled with the
+        acceptance of that next token.
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []
@@ -103,7 +103,7 @@ def fit_weights(x: Floats, y: Floats, mean: Sequence[float], std: float = 1.0) -
 
 
 class Predictions(NamedTuple):
-    """Predicted probabilities p [n] of labelled drafts, and their labels y [n], 0 or 1."""
+    """Predicted probabilities p [n] of labelled drafted tokens, and their labels y [n], 0 or 1."""
 
     p: Floats
     y: Floats
@@ -160,7 +160,7 @@ class PredictionQuality(NamedTuple):
     """Quality of a prior's predictions of one score.
 
     Attributes:
-        drafts: Number of labelled drafts.
+        drafts: Number of labelled drafted tokens.
         prior_loss: Mean log-loss of the prior alone, in nats.
         prior_error: Expected calibration error of the prior alone.
         online_loss: Mean log-loss with online learning, in nats.
@@ -192,10 +192,10 @@ class CalibrationResult:
 
 
 def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
-    """Fit a prior to the labelled drafts of several texts.
+    """Fit a prior to the labelled drafted tokens of several texts.
 
-    It is accepted if the sum of its cross-validated losses, of the prior alone and with online
-    learning, is lower than the default prior's by more than a standard error.
+    The prior is accepted if the sum of its cross-validated losses, alone and with online learning,
+    is lower than the default prior's by more than a standard error.
     """
     fold_of = np.arange(len(labelled)) % FOLDS
     folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]
@@ -250,7 +250,7 @@ def best_request_std(losses: Floats) -> float:
 
 
 def _significant(gains: Floats) -> bool:
-    """Whether the sum of the gains [texts] is more than its standard error."""
+    """Whether the sum of the gains [texts] exceeds its standard error."""
     return len(gains) > 1 and bool(gains.sum() > gains.std(ddof=1) * len(gains) ** 0.5)
 
 

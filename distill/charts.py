@@ -19,7 +19,7 @@ def draw_training(output: Path) -> Path:
 
     Raises:
         EESDError: The metrics are damaged, matplotlib is missing, or another program wrote the
-            file of the chart.
+            chart's file.
     """
     lines = MetricsLog(output).lines()
     losses = [line for line in lines if "loss" in line]

@@ -329,7 +329,7 @@ def _parse_numbers(
         numbers = tuple(kind(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         numbers = (math.nan,)
-    if not all(least <= number <= most for number in numbers):  # a nan is not
+    if not all(least <= number <= most for number in numbers):  # NaN is not
         raise EESDError(
             f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was "
             "given."

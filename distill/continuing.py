@@ -1,6 +1,6 @@
 """Continue prompts in rows of one batch. A row whose text has ended takes the next prompt.
 
-Each text has its own random numbers, so it does not depend on the number of rows or on its row.
+Each text has separate random numbers, so it does not depend on the number of rows or on its row.
 Tokens are chosen on the device of the logits: a GPU sends tokens to the host, but no logits.
 """
 
@@ -26,9 +26,10 @@ from eesd.model.torch_ops import KV, Inputs, capped
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""
 PREFILL_ROWS = 16
-"""Prompts that torch prefills together, padded to the longest."""
+"""Number of prompts that torch prefills together, padded to the longest."""
 BLOCK = 64
-"""Tokens in a block. Blocks are summed first, so that few sums depend on each other."""
+"""Number of tokens in a block. Each block is summed first, so that few sums depend on each
+other."""
 
 RandomNumbers = Callable[[int], np.random.Generator]
 """Returns the random numbers of a text, given its number."""
@@ -81,7 +82,7 @@ class Writing:
 
 
 class Writer(Protocol):
-    """A model that writes."""
+    """A model that writes texts."""
 
     def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
         """Yield each prompt's index and the prompt with its continuation, in the order in which the
@@ -90,7 +91,7 @@ class Writer(Protocol):
 
 
 class TextRows(Protocol):
-    """The texts of B rows, each at its own position."""
+    """The texts of B rows, each at a separate position."""
 
     most_idle: float
     """Fraction of the rows that may be without a text before they are dropped."""
@@ -109,7 +110,7 @@ class TextRows(Protocol):
 
 
 class TorchWriter:
-    """Writes with torch, on the decoder's device."""
+    """Writes texts with torch, on the decoder's device."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

@@ -45,7 +45,7 @@ class Rows:
         tokens: int32 [R, length + 1], padded at the end.
         lengths: Number of valid tokens in each row [R].
         num_primary: The first ``num_primary`` rows are the generated text or the rows of
-            ``--data``. The rest are mixed in.
+            ``--data``. The other rows are mixed in.
     """
 
     tokens: Tokens
@@ -126,7 +126,7 @@ def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]
 
 
 def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """Read the rows of all files. No row has text of two files, so more files only add rows.
+    """Read the rows of all files. No row has text from two files, so more files only add rows.
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
@@ -230,7 +230,7 @@ def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64
         rows: Number of rows.
         given: Number of given prompts.
         own: Number of prompts that the model writes.
-        seed: Seed of the orders.
+        seed: Seed of the random orders.
 
     Returns:
         Indices [rows] of prompts: the given prompts, then the model's own.
@@ -371,14 +371,14 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 def shuffled_indices(size: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Part of an endless sequence that runs through ``size`` rows again and again, each time in
-    another random order.
+    """Part of an endless sequence that runs through ``size`` rows again and again, each time in a
+    new random order.
 
     Args:
         size: Number of rows.
         start: First position in the sequence.
         count: Number of positions.
-        seed: Seed of the orders.
+        seed: Seed of the random orders.
 
     Returns:
         Row indices [count].
@@ -423,7 +423,7 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> ND
     Args:
         counts: Number of uses of each token [V].
         size: Vd, the number of tokens to choose, at most V.
-        always: Tokens that are always chosen: the tokens that end a text.
+        always: Tokens that are always included: the tokens that end a text.
 
     Returns:
         The ids [Vd], ascending. Among tokens with equal counts, the lowest ids are chosen.

@@ -19,15 +19,15 @@ from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 2
-"""Batches of texts in a shard. Larger shards keep rows busy: near the end of a shard, fewer and
-fewer rows have texts."""
+"""Number of batches of texts in a shard. Large shards keep rows busy: near the end of a shard,
+fewer and fewer rows have texts."""
 
 LONGEST_ECHO = 64
 LEAST_ECHO = 16
-"""Longest passage, in tokens, whose repetition at the end of a text is detected, and the minimum
-length of an echo."""
+"""Maximum length, in tokens, of a passage whose repetition at the end of a text is detected, and
+the minimum length of an echo."""
 STREAM = 2
-"""Random stream of own text; prompts that the model writes have the next stream."""
+"""Random stream of the model's own text; prompts that the model writes have the next stream."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def self_generate(
 
 
 def without_echo(text: list[int], start: int) -> list[int]:
-    """Return the text without repetition at its end: a passage that the continuation repeats there
-    is kept once.
+    """Return the text without the repetition at its end: the repeated passage is kept once.
 
     Args:
         text: Prompt and continuation.

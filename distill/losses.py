@@ -22,10 +22,10 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute the losses of n tokens.
 
-    Logits are computed in chunks and recomputed in the backward pass, because with a large
-    vocabulary they take too much memory to keep. A token outside of the draft vocabulary has no
-    cross-entropy. The KL divergence treats all tokens that are not kept as one outcome: scaling the
-    kept tokens to a sum of 1 would make the head overconfident. It is multiplied by the teacher's
+    Logits are computed in chunks, and again in the backward pass: with a large vocabulary, they
+    take too much memory to keep. A token outside of the draft vocabulary has no cross-entropy. The
+    KL divergence treats all tokens that are not kept as one outcome: scaling the kept tokens to a
+    sum of 1 would make the head overconfident. The divergence is multiplied by the teacher's
     probability of the draft vocabulary, so that each position counts in proportion to the draft's
     possible gain. The total variation is the probability that rejection sampling at temperature 1
     rejects the draft's token, ignoring tokens that are not kept.
@@ -115,7 +115,7 @@ class Student(nn.Module):
             batch: States, and the teacher's predictions.
             roots: Root of each position [B, T], for a head with deep layers.
             lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used
-                if it has its own.
+                if the head has its own LM head.
             inputs: Inputs of the head's blocks.
             caches: Empty KV caches, one per block.
 

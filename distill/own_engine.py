@@ -26,8 +26,8 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.operators import make_session
 
 LEAST_SLOTS = 1024
-"""Minimum number of slots in an engine, limited by the model's positions. Own prompts and own text
-then share one engine."""
+"""Minimum number of slots in an engine, limited by the model's positions. The model's prompts and
+texts then share one engine."""
 LAYER = 1
 """Exit layer of the engine's head, which is never run."""
 READING = "states.onnx"
@@ -38,7 +38,7 @@ def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Pat
     """Export the model into a directory, unless an engine of this model with enough slots is there.
 
     Args:
-        checkpoint: The model. Quantized levels and weights of 16 and 32 bits are kept unchanged.
+        checkpoint: The model. Quantized levels, and 16-bit and 32-bit weights, are kept unchanged.
         directory: Directory of this process. An existing engine with fewer slots is replaced.
         slots: Minimum number of slots in the engine.
 
@@ -65,7 +65,8 @@ def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
 
 
 def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
-    """The manifest of the existing engine; None if it is missing, damaged, or of another model."""
+    """The manifest of the existing engine; None if it is missing, damaged, or belongs to another
+    model."""
     try:
         manifest = load_manifest(directory)
     except EESDError:
@@ -130,7 +131,7 @@ class _EngineRows:
 
 
 class EngineTeacher:
-    """Reads rows one after another, and returns the states that drafting will see.
+    """Reads rows one after another, and returns the same states as drafting.
 
     It is called like :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same results.
     """
@@ -194,8 +195,8 @@ class EngineTeacher:
         ]
 
     def _read(self, ids: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row; the chunks
-        before it must have been read."""
+        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row. The previous
+        chunks must have been read."""
         count = len(ids)
         slots = np.arange(start, start + count)
         tokens = np.stack(

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import NamedTuple
 
 FIRST = 32
-"""Texts or rows of the first portion on a CPU."""
+"""Number of texts or rows in the first portion on a CPU."""
 
 
 class Portion(NamedTuple):

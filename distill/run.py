@@ -78,7 +78,7 @@ ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]
 
 @dataclass(frozen=True)
 class Run:
-    """The options of a run and everything built from them, each part on first use.
+    """The options of a run, and all parts built from them on first use.
 
     Attributes:
         checkpoint: The base model.
@@ -190,7 +190,7 @@ class Run:
 
     @cached_property
     def _generation(self) -> GenerationOptions:
-        """The options of own text."""
+        """The options of the model's own text."""
         data = self.data
         own = [data.self_prompt, data.self_prompt_start, SHARD_TRIES]
         return GenerationOptions(
@@ -211,7 +211,7 @@ class Run:
         return [prompt.tokens for prompt in read]
 
     def _write_rows(self, count: int) -> list[Path]:
-        """Let the model write the missing rows among the first rows of own text. Return the
+        """Let the model write the missing rows among the first rows of its own text. Return the
         files."""
         data = self.data
         given = self._given_prompts
@@ -331,7 +331,7 @@ class Run:
         return replace(ValidationSet.load(path), kinds=kinds), held
 
     def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int) -> None:
-        """Make the file of the validation set, or add the states of layers that it lacks."""
+        """Make the file of the validation set, or add states of layers that are missing from it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             validation = ValidationSet.load(path)
@@ -390,7 +390,7 @@ class Run:
                     processes,
                 )
         self.accelerator.wait_for_everyone()
-        vars(self).pop("decoder", None)  # training needs its memory
+        vars(self).pop("decoder", None)  # training needs the memory of the model
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
@@ -594,7 +594,8 @@ class Run:
 
 
 def make_accelerator() -> Accelerator:
-    """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
+    """The accelerator of this process, which runs alone, or was started by torchrun or
+    ``accelerate launch``."""
     # Without this, accelerate does not distribute over CPU processes.
     cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(cpu=cpu)

@@ -19,11 +19,13 @@ from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
 SHARD_TRIES = 32
-"""Prompts attempted for one file."""
+"""Number of prompts attempted for one file."""
 MAX_TOKENS = 256
-"""Longer turns are dropped, because they do not end."""
+"""Maximum number of tokens in a turn. Longer turns are dropped, because the model does not end
+them."""
 MAX_FAILURES = 8
-"""Number of consecutive files without a prompt after which the model is assumed to write none."""
+"""Number of consecutive files without a prompt after which the model is assumed to write no
+prompts."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ MAKE_AGAIN = "delete it, and the next run makes it again"
 
 
 def damaged(path: Path, remedy: str = MAKE_AGAIN) -> EESDError:
-    """The error for a file whose content is not the output of a run."""
+    """The error for a file that no run can have written."""
     return EESDError(f"{path} is damaged; {remedy}.")
 
 

@@ -13,13 +13,13 @@ EXIT_LAYER = 2
 """Layers before the head, or a quarter of the layers of a small model."""
 LARGE_VOCABULARY = 16384
 """Vocabulary size above which the LM head is a large part of a draft step, so the head predicts
-only a quarter of the tokens."""
+only a quarter of all tokens."""
 LEAST_DRAFTED = 8192
 MOST_DRAFTED = 16384
 """Bounds of the draft vocabulary."""
 MOST_WEIGHTS = 10_000_000
-"""Maximum number of weights of a head: 20 MB in 16 bits. They are a small part of a draft step, and
-few texts are enough to train them."""
+"""Maximum number of weights of a head: 20 MB in 16 bits. Reading them takes a small part of a draft
+step, and few texts are enough to train them."""
 MLP_STEP = 256
 """The width of a narrow MLP is a multiple of this number, which fits blocks of quantized
 weights."""
@@ -42,7 +42,7 @@ def structure(
     if given is not None:
         stored = {field.name: getattr(given, field.name) for field in fields(given)}
         return {name: stored["layer" if name == "exit_layer" else name] for name in NAMES} | said
-    trains = said.get("blocks", 1) > 0  # without blocks it is the model's own norm and LM head
+    trains = said.get("blocks", 1) > 0  # without blocks, it is the model's norm and LM head
     layer = said.get("exit_layer", min(EXIT_LAYER, max(1, geometry.num_layers // 4)))
     usual: dict[str, Any] = {"exit_layer": layer, "blocks": 1, "draft_vocab": 0, "deep": ()}
     if trains and geometry.vocab_size > LARGE_VOCABULARY:
@@ -51,7 +51,7 @@ def structure(
     if trains:
         usual["deep"] = deep_layers(geometry.num_layers, layer)
     found = usual | said
-    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # has no LM head, or fails later
+    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # no LM head, or fails later
         return {"own_lm_head": False, "mlp": None} | found
     fits = _weights(geometry, found | {"own_lm_head": True}) <= MOST_WEIGHTS
     drafts_few = 0 < found["draft_vocab"] < geometry.vocab_size

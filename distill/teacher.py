@@ -29,12 +29,13 @@ from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.torch_ops import KV, Inputs, capped
 
 LOGITS_PER_CHUNK = 1 << 25
-"""Logits in memory at a time (128 MiB in float32)."""
+"""Number of logits in memory at a time (128 MiB in float32)."""
 DEVICE_CHUNKS = 8
-"""Factor by which a GPU holds more logits in memory at a time, for fewer and larger kernels."""
+"""Factor by which the number of logits in memory is larger on a GPU, for fewer and larger
+kernels."""
 TOP_BLOCK = 64
-"""Logits in a block. Maxima of blocks are found first, so that a GPU need not search all logits for
-the k largest."""
+"""Number of logits in a block. The maxima of blocks are found first, so that a GPU need not search
+all logits for the k largest."""
 SHARD_ROWS = 32
 """Rows in a shard of the target cache."""
 
@@ -58,7 +59,7 @@ TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows [B, T] with everything that a training step needs.
+    """Rows [B, T] with all that a training step needs.
 
     Attributes:
         hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the
@@ -190,7 +191,7 @@ class Teacher(nn.Module):
                 if index in self.layers:
                     hidden[index] = x.to(dtype)
             x = o.norm(x, o.model.final_norm)
-        # Outside the autocast: rounded logits would change the label where two tokens are almost
+        # Outside the autocast: rounded logits would change the label if two tokens are almost
         # equally likely.
         flat = x.flatten(0, 1)
         rows = chunk_rows(geometry.vocab_size, ids.device)
@@ -225,7 +226,7 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the result of ``topk`` for logits [n, V], from the blocks with the largest maxima; no
-    other block has one of the tokens."""
+    other block has any of these tokens."""
     if logits.shape[1] % TOP_BLOCK or logits.shape[1] // TOP_BLOCK <= count:
         return logits.topk(count)
     blocks = logits.view(len(logits), -1, TOP_BLOCK)
@@ -283,7 +284,7 @@ class TargetCache:
             directory: Directory of the cache.
             rows: The rows to cache.
             base: Fingerprint of the model.
-            layers: Exit layers whose hidden states are needed. A cache with more layers can also be
+            layers: Exit layers whose hidden states are needed. A cache of more layers can also be
                 used.
             top_k: Tokens of the distribution that are cached.
             precision: ``bf16`` or ``float32``.
@@ -338,8 +339,8 @@ class TargetCache:
         return list(self.meta["layers"])
 
     def missing_shards(self, count: int) -> list[int]:
-        """Numbers of the shards of the first ``count`` rows, if a shard does not exist yet, or has
-        fewer rows than there are now."""
+        """Numbers of the missing shards of the first ``count`` rows: those that do not exist yet,
+        or have fewer rows than there are now."""
         missing = []
         for number in range(-(-count // SHARD_ROWS)):
             path = self.directory / shard_name(number)

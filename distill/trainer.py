@@ -1,5 +1,4 @@
-"""The training loop: steps, checkpoints that a run resumes from exactly, validation by
-acceptance."""
+"""The training loop: steps, checkpoints for exact resume, validation by acceptance."""
 
 import json
 import math
@@ -39,15 +38,15 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""Exponent of the mean of the weights in a run at a constant rate: step t has the weight t to this
-power, so that the mean lags by a fifth of the run."""
+"""Exponent in the mean of the head's weights, at a constant rate: step t counts t to this power, so
+that the mean lags by a fifth of the run."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Files of a checkpoint."""
 _STATES = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.Muon: ("momentum_buffer",),
 }
-"""State that an optimizer keeps for each parameter."""
+"""State that each optimizer keeps for a parameter."""
 
 
 def _foreign(checkpoint: Path) -> str:
@@ -66,8 +65,8 @@ def _checkpoints(output: Path) -> list[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Raise :class:`EESDError` if a directory has checkpoints or a head that training in it would
-    replace and did not write."""
+    """Raise :class:`EESDError` if training in a directory would replace checkpoints or a head that
+    it did not write."""
     checkpoints = _checkpoints(output)
     for found in checkpoints:
         if found.is_symlink() or not found.is_dir() or _foreign(found):
@@ -143,7 +142,7 @@ class Trainer:
             head: The head to train.
             geometry: Shape of the model.
             lm_head: Returns the rows of the base model's LM head for a head's columns [C, hidden],
-                float32; not used if the head has its own.
+                float32; not used if the head has its own LM head.
             options: Options of the training.
             validation: The validation set.
             output: Existing output directory.
@@ -187,7 +186,7 @@ class Trainer:
             EESDError: The checkpoint is damaged, or from a run with other options.
         """
         self._resume()
-        self.lm_head = self._lm_head_of(self.head)  # a checkpoint may have other columns
+        self.lm_head = self._lm_head_of(self.head)  # a checkpoint's LM head may have other columns
         if self.step == 0:
             self._validate(report)
 
@@ -251,7 +250,7 @@ class Trainer:
         """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
         :meth:`_read`.
 
-        Nothing here reads a value from a GPU, so that the next step is sent before this one ends.
+        This reads no value from a GPU, so that the next step is sent before this step ends.
         """
         options = self.options
         processes = self.accelerator.num_processes
@@ -299,7 +298,7 @@ class Trainer:
     @torch.no_grad()
     def _average(self) -> None:
         """Update the mean of the weights (Shamir and Zhang 2013). The mean has the effect of a
-        cooldown, but needs no fixed end."""
+        cooldown, but works without a fixed end of the run."""
         share = (LATE + 1) / (self.step + LATE)
         for mean, value in zip(self._means, self.student.parameters(), strict=False):
             mean.lerp_(value, share)

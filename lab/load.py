@@ -1,5 +1,5 @@
-"""Load on a running server, by clients that leave, read slowly or send half a request. Compares all
-texts.
+"""Load a running server with clients that leave, read slowly or send half a request, and compare
+all texts.
 
     eesd-serve --engine-dir plans/ --max-rows 12 --kv-memory 20MB
     python -m lab.load --minutes 15

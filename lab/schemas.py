@@ -6,7 +6,7 @@
 A schema is *broken* if its grammar allows a text that does not fit it, whether a text of the suite
 or a random one. No schema may be broken. The package jsonschema_rs checks random texts. Formats are
 annotations, as the draft defines. A schema is *narrow* if the grammar forbids a text of the suite
-that fits it, for example because the text has the properties in another order.
+that fits it, for example because the text has the properties in a different order.
 """
 
 import json

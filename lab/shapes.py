@@ -1,4 +1,4 @@
-"""Time engine calls of an engine directory, and compare them with the memory bandwidth.
+"""Measure engine calls of an engine directory, and compare them with the memory bandwidth.
 
     python -m lab.shapes plans/ --backend tensorrt --gpu h100
     python -m lab.shapes plans/ --backend ort --nodes "1 2 4 6 8" \\
@@ -44,7 +44,7 @@ MEMORY_BYTES = 1 << 29
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
     """Median seconds of synchronous calls, after two warm-up calls each. Calls take turns, so that
-    other load affects all alike."""
+    other load affects all calls alike."""
     seconds: dict[Any, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats + 2):
         for key, call in calls.items():
@@ -86,10 +86,10 @@ def time_passes(
     counts: Sequence[int],
     behind: Sequence[int],
 ) -> dict[str, Any]:
-    """Time draft steps and verify passes by node count, after contexts of several lengths.
+    """Measure draft steps and verify passes by node count, after contexts of several lengths.
 
-    Returns the ``seconds`` of each kind of call with their interval; the ``share`` of them that
-    reading the weights and the cache takes at ``per_second`` bytes; and the ``predicted`` seconds.
+    Returns the ``seconds`` of each kind of call with their interval; the ``share`` of these seconds
+    in which weights and cache can be read, at ``per_second`` bytes; and the ``predicted`` seconds.
     """
     assert engines.draft is not None
     [kv_cache] = engines.verify.new_kv_caches()
@@ -157,8 +157,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one engine directory, ``repeats`` calls of each kind.
 
-    ``hardware`` is the device of predictions, ``counts`` are numbers of nodes of verify passes, and
-    ``behind`` are numbers of tokens before a pass, which are also the lengths of prompts whose
+    ``hardware`` is the device for predictions, ``counts`` are numbers of nodes of verify passes,
+    and ``behind`` are numbers of tokens before a pass, which are also the lengths of prompts whose
     first token is timed.
     """
     manifest = load_manifest(directory)

@@ -5,8 +5,8 @@ questions, plainly and with drafting.
         --method text --method both
 
 The file is in https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl, Apache-2.0),
-not in this project. Methods take turns, so that drift of the machine affects all. A method may use
-the draft of another directory.
+not in this project. Methods take turns, so that drift of the machine affects all methods alike. A
+method may use the draft of another directory.
 """
 
 from collections import Counter
@@ -168,7 +168,7 @@ class Questioning:
     def ask(
         self, questions: Sequence[Question], result: Result, fewer: set[int], first: bool
     ) -> Iterator[None]:
-        """Ask the questions that ``result`` has no answers to: questions in ``fewer`` with all
+        """Ask the questions without an answer in ``result``: questions in ``fewer`` with all
         samplings; other questions only with the first sampling and on the ``first`` kernels. Yields
         after each question."""
         for directory, bench in self.benches.items():

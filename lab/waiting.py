@@ -1,5 +1,4 @@
-"""Time to the first token of short and long prompts that wait for one batch, in this checkout and
-another.
+"""Compare the time to the first token of short and long prompts in one batch between two checkouts.
 
     python -m lab.waiting --engine-dir plans/ --against OTHER/src
 

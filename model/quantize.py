@@ -4,8 +4,8 @@ uint4, a minimum.
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
 * ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
-  With 16-bit scales, all blocks of an output have the scale of its largest weight: only then
-  TensorRT-RTX multiplies by int8 weights directly.
+  With 16-bit scales, all blocks of an output have the scale of its largest weight: only then does
+  TensorRT-RTX multiply by int8 weights directly.
 * ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.

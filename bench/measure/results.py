@@ -58,7 +58,7 @@ def _cpu_model() -> str:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to decode.
+    """One way of decoding.
 
     Attributes:
         engine: Name of the engine directory.
@@ -181,8 +181,8 @@ class Saved:
     WHAT: ClassVar[str]
     """Name of the kind of file, for a message."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
-    """Names of the lists of dataclasses, and a function that makes an item from its values. A file
-    of this kind has all of these lists."""
+    """Names of the lists of dataclasses, and a function that makes an item from its values. Every
+    file of this kind has all these lists."""
     SAME: ClassVar[Sequence[str]] = ("options", "machine")
     """Attributes that a resumed run must have in common with the file."""
     schema: int
@@ -318,7 +318,7 @@ def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> 
 
 def rounded(value: Any) -> Any:
     """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more digits would
-    be noise, and double the file."""
+    be noise, and would double the file."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, dict):

@@ -51,7 +51,7 @@ def measure_engine(
     the result after each step.
 
     Args:
-        result: Receives the measurements. Measurements that it has are not repeated.
+        result: Receives the measurements. Measurements that it already has are not repeated.
         path: The result's file.
         name: Name of the engine directory in the result.
         bench: The engines of the directory.

@@ -1,5 +1,5 @@
 """The measurement: every prompt is decoded plainly and in each configuration in turn, so that drift
-of the machine affects all alike."""
+of the machine affects all configurations alike."""
 
 import json
 from collections import Counter
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 SAMPLINGS = ("greedy", "coupled", "rejection")
 LENGTHS = tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8))
-"""Candidates for ``fixed`` without options. The fastest on the tuning prompts is measured."""
+"""Candidate lengths for ``fixed`` without options. The length that is fastest on the tuning prompts
+is measured."""
 WARM_UP_TOKENS = 16
 
 
@@ -46,8 +47,8 @@ class Options:
         samplings: Some of ``SAMPLINGS``.
         temperature: Temperature of all samplings except greedy.
         per_task, tuning_per_task: Maximum number of reported and of tuning prompts of each task.
-        guard: Whether the guard may pause drafting. In normal use it may, but it hides differences
-            between controllers.
+        guard: Whether the guard may pause drafting. In normal use it may, but pauses hide
+            differences between controllers.
         chat: Whether prompts are sent as chat messages.
         threads: CPU threads of an engine; None for the backend's default.
         tasks: Files with prompts; empty for the bundled prompts.
@@ -160,7 +161,7 @@ class Bench:
         """Encode the prompts, and skip prompts that leave no room for the new tokens: truncated
         texts would measure less.
 
-        Raises :class:`EESDError` if none is left.
+        Raises :class:`EESDError` if no prompt is left.
         """
         found: list[EncodedPrompt] = []
         for prompt in prompts:

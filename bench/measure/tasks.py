@@ -1,4 +1,4 @@
-"""Prompts to measure: bundled ones, or texts of local files. Some are for tuning, the rest are
+"""Prompts to measure: bundled prompts, or texts of local files. Some are for tuning, the others are
 reported."""
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ KEYS = ("text", "prompt", "turns", "messages", "question", "document")
 ``prompt`` in HumanEval, ``question`` in GSM8K."""
 REMEDY = f"give a text, or JSON lines with {', '.join(KEYS[:-1])} or {KEYS[-1]}"
 TUNING_EVERY = 4
-"""Every fourth prompt of a task is for tuning and never reported."""
+"""Every fourth prompt of a task is used for tuning and never reported."""
 
 
 @dataclass(frozen=True)

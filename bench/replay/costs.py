@@ -28,8 +28,8 @@ class CallCosts:
         return _interpolated(self.verify, nodes)
 
     def draft_cost(self, steps: int) -> float:
-        """d(k): cost of all draft steps of a round. If the cost of only one count is known, it is
-        taken as proportional to the steps."""
+        """d(k): cost of all draft steps of a round. If the cost of only one number of steps is
+        known, costs are assumed to be proportional to it."""
         return _interpolated({0: 0.0, **self.draft}, steps)
 
     def round_cost(self, steps: int, nodes: int) -> float:

@@ -15,11 +15,11 @@ from eesd.controllers.base import EXIT
 from eesd.runtime.decoding.guard import Guard
 
 COLD = 0.1
-"""A plain round right after a drafting round is slower by this share: the draft has filled the
+"""Share by which a plain round right after a drafting round is slower: the draft has filled the
 processor's caches."""
 
 STALL_SECONDS = 4e-3
-"""Mean length of a stall, in which another program has the processor."""
+"""Mean length of a stall, during which another program has the processor."""
 
 Disturbance = Callable[[int, float], tuple[float, float]]
 """Maps the rounds and seconds that have passed to factors of the draft's and the verify pass's
@@ -48,7 +48,7 @@ def changing_load(random: np.random.Generator) -> Disturbance:
         nonlocal until, factors
         if now >= until:
             slower = float(np.exp(random.uniform(0, np.log(3)))) if random.random() < 0.6 else 1.0
-            # A draft, which is small, may suffer more or less than a pass.
+            # A draft, which is small, may be slowed more or less than a pass.
             factors = slower ** float(random.uniform(0.8, 1.25)), slower
             until = now + float(random.exponential(0.7))
         return factors

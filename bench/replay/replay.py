@@ -1,7 +1,7 @@
 """Replay one controller on a trace under a cost model: thousands of rounds per second, without an
 engine.
 
-Costs are in plain steps, so tokens per unit of cost are the speed relative to plain decoding. All
+Costs are in plain steps, so tokens per unit of cost equal the speed relative to plain decoding. All
 comparisons are paired: all controllers decode the same text, and the bootstrap resamples whole
 requests.
 """
@@ -94,7 +94,7 @@ def replay(
     """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it
     goes on learning from request to request.
 
-    ``charge`` adds the controller's own time to the costs, except for a :class:`Clairvoyant`.
+    With ``charge``, costs include the controller's own time, except for a :class:`Clairvoyant`.
     """
     table = costs.chain_costs(trace.depth)
     plain = costs.plain_seconds
@@ -160,7 +160,7 @@ def chain_outcome(
 
 
 def teach(controller: Controller, outcome: RoundOutcome) -> None:
-    """Pass a committed round to a controller that shares its ``value`` with no other rule."""
+    """Pass a committed round to a controller whose ``value`` no other rule shares."""
     if controller.value is not None:
         controller.value.observe(outcome)
     controller.observe(outcome)
@@ -197,7 +197,7 @@ def replay_seeds(
 
 def replay_fixed_lengths(trace: Trace, costs: CostModel) -> list[Replay]:
     """Replay every fixed length from 0 (plain decoding) to the depth of the trace. The controllers'
-    own time is not charged."""
+    own time is not counted."""
     return [
         replay(f"fixed:k={k}" if k else OFF, _FixedLength(k), trace, costs, charge=False)
         for k in range(trace.depth + 1)

@@ -203,8 +203,8 @@ def compare_on_trace(
 
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The spec that is fastest on the tuning trace. The controllers' own time is not charged,
-    because it is equal for all."""
+    """The spec that is fastest on the tuning trace. The controllers' own time is not counted,
+    because it is equal for all candidates."""
     return max(
         specs,
         key=lambda spec: (

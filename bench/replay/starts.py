@@ -1,5 +1,5 @@
-"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it
-continue where it pays?"""
+"""Many simulated starts of a process: does drafting lose time if it does not pay, and does it
+continue if it pays?"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from eesd.controllers import make_controller
 from eesd.runtime.decoding.guard import Guard
 
 PRIOR = CalibrationPrior(accept=(0, 0, 1, 0, 0), following=(0, 0, 1, 0, 0))
-"""Calibration prior of the synthetic heads: takes their stated confidence at face value."""
+"""Calibration prior of the synthetic heads, which takes the stated confidence at face value."""
 HEADS = {
     "useless": SyntheticStream("useless", (0.02, 0.1), 0.5, 0.25, 1.5),
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
@@ -29,7 +29,7 @@ calls five times slower."""
 NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
 STALLS = 20.0
-"""Stalls per second. With passes of 6 ms, every eighth has one."""
+"""Stalls per second. With passes of 6 ms, every eighth pass has a stall."""
 REQUESTS = 18
 TOKENS = 128
 SETTLED = 256
@@ -38,8 +38,8 @@ SETTLED = 256
 
 @dataclass(frozen=True)
 class Start:
-    """Time that one process lost by drafting, as a share of plain decoding's time, without noise
-    and disturbances.
+    """Time that one process lost by drafting, as a share of plain decoding's time without noise and
+    disturbances.
 
     Attributes:
         first: Loss over the first 100 tokens.
@@ -88,8 +88,8 @@ def simulate_starts(
 
 
 def table(head: str, machine: str, found: Sequence[Start]) -> str:
-    """A line for the starts of one head on one machine: the worst value, the worst after leaving
-    out 5 %, and the median of each figure."""
+    """A line for the starts of one head on one machine: the worst value of each figure, the worst
+    without the worst 5 %, and the median."""
     parts = [
         f"{label} {_spread([getattr(start, name) for start in found], worst)}"
         for label, name, worst in (

@@ -18,7 +18,7 @@ class SyntheticStream:
         stay: Probability that a position keeps its predecessor's level. If not, the level is drawn
             uniformly.
         spread: Standard deviation of the log-odds of acceptance between requests.
-        overconfidence: Excess of the draft steps' shown log-odds over the true log-odds.
+        overconfidence: Difference between the log-odds that draft steps show and the true log-odds.
     """
 
     name: str
@@ -28,8 +28,8 @@ class SyntheticStream:
     overconfidence: float = 0.0
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw requests of ``tokens`` tokens. A draft step shows its chance of acceptance; its
-        margin is the log-odds."""
+        """Draw requests of ``tokens`` tokens. Each draft step shows the chance of acceptance; the
+        margin is its log-odds."""
         rng = np.random.default_rng(seed)
         return Trace(
             tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name}
@@ -47,8 +47,8 @@ class SyntheticStream:
         odds = odds + self.spread * rng.standard_normal() if self.spread else odds
         chances, shown = (1 / (1 + np.exp(-z)) for z in (odds, odds + self.overconfidence))
         # One draw per text position, shared by all roots. Every policy judges a position at most
-        # once, so the distribution is that of a draw per root, and two policies on one stream have
-        # the same luck.
+        # once, so the distribution equals that of one draw per root, and two policies on one stream
+        # have the same luck.
         right = rng.random(tokens + depth) < chances
         probability, right = (
             sliding_window_view(array, depth)[1 : tokens + 1] for array in (shown, right)

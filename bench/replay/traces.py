@@ -3,10 +3,10 @@
 Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
 depend on the policy. The policy only determines which positions of the text become roots. So for
 *every* position of the text as root, a trace holds the chain that the draft proposes there (up to
-``depth`` tokens, each conditioned on those before it), the controller's features of each token, and
-the number of tokens that the verifier accepts. A replay starts at position 0, lets the policy draft
-n tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a
-real run with this policy.
+``depth`` tokens, each conditioned on the previous ones), the controller's features of each token,
+and the number of tokens that the verifier accepts. A replay starts at position 0, lets the policy
+draft n tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those
+of a real run with this policy.
 
 Chains continue after their first wrong token, because a policy may draft beyond it.
 """
@@ -99,7 +99,7 @@ class Trace:
 
     Attributes:
         requests: The requests.
-        origin: Engine, options and prompts. Two traces with equal origins have equal requests.
+        origin: Engine, options and prompts. Traces with equal origins have equal requests.
         costs: Costs measured on the engine that ran the requests.
         prior: Calibration prior in that engine's directory.
     """
@@ -347,7 +347,7 @@ def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Opti
 def _origin(
     bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int
 ) -> dict[str, Any]:
-    """Everything that the requests of a trace depend on."""
+    """All that determines the requests of a trace."""
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     chosen = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()

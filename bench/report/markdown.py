@@ -57,7 +57,8 @@ def write_report(
 
 
 def _once(lines: Sequence[str]) -> list[str]:
-    """The lines without repeated paragraphs, and without the empty line after each of them."""
+    """The lines without repeated paragraphs, and without the empty line after each repeated
+    paragraph."""
     seen: set[str] = set()
     found: list[str] = []
     skipped = False

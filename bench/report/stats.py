@@ -23,15 +23,15 @@ class Summary:
     """One configuration over all prompts, compared with plain decoding of the same prompts.
 
     Attributes:
-        speedup: Median over prompts of plain over drafting decode seconds.
-        speedup_total: Plain over drafting decode seconds, each summed over all prompts.
-        against_fixed: Median over prompts of the best fixed length's decode seconds over those of
-            this configuration, with the same sampling and width. None if there is no fixed length,
-            or if this configuration is it.
+        speedup: Median, across prompts, of plain / drafting decode seconds.
+        speedup_total: Plain / drafting decode seconds, each summed across all prompts.
+        against_fixed: Median, across prompts, of the best fixed length's decode seconds / this
+            configuration's, with the same sampling and width. None if there is no fixed length, or
+            if this configuration has it.
         by_task: The same as ``speedup`` for each task.
-        predicted: ``speedup_total`` by :func:`predicted_seconds`; None if call costs were not
-            measured.
-        plain_tokens_per_second, tokens_per_second: Medians over prompts.
+        predicted: ``speedup_total``, predicted by :func:`predicted_seconds`; None if call costs
+            were not measured.
+        plain_tokens_per_second, tokens_per_second: Medians across prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
         host_share: Share of the decode time outside both engines.
         equal: Number of prompts whose tokens equal those of plain decoding.
@@ -135,7 +135,8 @@ def _summary(
 
 
 def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
-    """The best fixed length by (engine, sampling, width): as tuned, else the best in hindsight."""
+    """The best fixed length by (engine, sampling, width): the tuned length, or else the best in
+    hindsight."""
     seconds: dict[Configuration, float] = {}
     for run in result.runs:
         configuration = result.configurations[run.configuration]

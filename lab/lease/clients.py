@@ -1,6 +1,6 @@
 """Clients of the server in a separate process, so that they do not slow down the server's Python.
 
-It needs no packages besides the server's: a GPU that is lent for minutes has few.
+It needs no packages besides the server's: a machine that is lent for minutes has few packages.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Torch engines of any shape with random weights, made on the device without reading or writing
-files."""
+"""Torch engines of any shape, whose random weights are made on the device without reading or
+writing files."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -98,7 +98,7 @@ def random_engines(
     fused: bool | None = None,
     levels: str = "",
 ) -> tuple[DeviceEngine, DeviceEngine]:
-    """Verify and draft of a manifest, with random weights.
+    """The verify and draft engines of a manifest, with random weights.
 
     Args:
         manifest: From :func:`made_up`.
@@ -162,8 +162,8 @@ def _runner(
 
 
 def _quantize(decoder: Decoder) -> None:
-    """Replace the weights of blocks and LM head by random levels of 4 bits. Layers that read the
-    same input become one."""
+    """Replace the weights of blocks and LM head by random 4-bit levels. Layers that read the same
+    input become one layer."""
     indices = range(decoder.geometry.num_layers)
     blocks = [
         [f"model.layers.{index}.{name}" for name in joint.split()]
@@ -192,7 +192,8 @@ def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill norms with 1, and matrices so that products keep the size of their inputs."""
+    """Fill norms with 1, and matrices with values for which products keep the size of their
+    inputs."""
     for name, value in parameters:
         if value.ndim == 1:
             value.fill_(0 if name.endswith("bias") else 1)

@@ -1,5 +1,5 @@
 """Check that a GPU computes the CPU's values for every family, and that drafting changes no token
-on it."""
+on the GPU."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ def one_pass(lease: Lease) -> dict[str, Any]:
 
 
 def _fused(lease: Lease) -> dict[str, Any]:
-    """Logits of blocks with our kernels against torch's, in 16 bits, with and without a group of
+    """Logits of 16-bit blocks with our kernels against torch's, with and without a group of
     queries."""
     found: dict[str, Any] = {}
     if not lease.on_gpu:
@@ -67,7 +67,7 @@ def _fused(lease: Lease) -> dict[str, Any]:
         manifest = made_up(llama(3, 256, 512, heads, 2, 512), ExitConfig(1), dtype, 1024, 8)
         engines = random_engines(manifest, lease.device, fused=False)
         verify, _ = engines
-        verify.cuda_graphs = False  # they would keep the blocks that they captured
+        verify.cuda_graphs = False  # the graphs would keep the blocks that they captured
         logits = [logits_of(verify)]
         fuse(*_modules(engines))
         logits.append(logits_of(verify))

@@ -1,4 +1,4 @@
-"""Time calls at the widths of an 8B model, with some layers of random weights."""
+"""Measure calls at the widths of an 8B model, with some layers of random weights."""
 
 from collections.abc import Callable
 from functools import partial

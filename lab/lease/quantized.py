@@ -1,5 +1,5 @@
-"""Products with quantized weights on the device: their correctness, and their time for a block of
-an 8B model."""
+"""Products with quantized weights on the device: correctness, and time for a block of an 8B
+model."""
 
 import importlib.util
 import os

@@ -92,7 +92,7 @@ class Script:
         verify.forward, draft.forward = verified, drafted  # type: ignore[method-assign]
 
     def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
-        """Replace the candidates. At most the first is right."""
+        """Replace the candidates. At most the first candidate is right."""
         assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
         place = np.asarray(positions) + 1
         others = outputs.topk_ids.shape[1] - 1
@@ -256,7 +256,7 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
 
 
 def choices(lease: Lease) -> dict[str, Any]:
-    """Milliseconds that a device takes to choose the tokens after a round's nodes."""
+    """Milliseconds that a device takes to choose the tokens that follow a round's nodes."""
     size = 128256 if lease.on_gpu else 512
     found = dict[str, Any]()
     for name, options in SAMPLINGS.items():

@@ -26,7 +26,7 @@ BATCH_WORKERS = {
     LLAMA_CPP: "llama_cpp_peer.py",
     "OpenVINO": "openvino_peer.py",
 }
-"""Runtimes that batch. llama.cpp's server comes from the package xllamacpp."""
+"""Runtimes that batch. llama.cpp's server is in the package xllamacpp."""
 MODES = ("automatic", "always", "never")
 """Modes of EESD's batch: by the load, in every round, or never drafting."""
 ROWS = 16

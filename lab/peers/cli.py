@@ -261,8 +261,7 @@ def passes_command(
     timeout: int,
     **given: Any,
 ) -> None:
-    """Time passes of EESD and llama.cpp, and show which share of the memory bandwidth they
-    reach."""
+    """Measure passes of EESD and llama.cpp, and show their share of the memory bandwidth."""
     record = Work.load(work)
     able = passes.takers(
         [one for one in record.contestants(work) if one.variant == GGUF], kernels.split()

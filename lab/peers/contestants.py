@@ -1,4 +1,4 @@
-"""The contestants: runtimes, and the ways in which each decodes one GGUF file."""
+"""The contestants: runtimes, and the ways in which each runtime decodes one GGUF file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class Contestant:
 
     @property
     def samples(self) -> bool:
-        """Whether it is also measured with a temperature."""
+        """Whether the contestant is also measured with a temperature."""
         return PEERS[self.peer].samples
 
 

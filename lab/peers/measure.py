@@ -16,7 +16,8 @@ REST_SECONDS = 0.2
 """Pause before each run: threads of the previous contestant may still spin."""
 WARM_UP_TOKENS = 4
 COUNTED_SECONDS = 1.0
-"""Least processor time for counting threads; the system counts in hundredths of a second."""
+"""Smallest processor time for which threads are counted; the system counts in hundredths of a
+second."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Comparison:
         if the system does not report times.
 
         Raises:
-            PeerError: The number differs from the requested one.
+            PeerError: The number differs from the requested number.
         """
         if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
             return None
@@ -251,7 +252,8 @@ class Comparison:
 
 
 def takes(contestant: Contestant, prompt: Prompt) -> bool:
-    """Whether a contestant decodes a prompt. Some are not measured with a temperature."""
+    """Whether a contestant decodes a prompt. Some contestants are not measured with a
+    temperature."""
     return contestant.samples or not prompt.temperature
 
 

@@ -13,8 +13,8 @@ from eesd.common.errors import EESDError
 from lab.peers.contestants import WORKERS
 
 BUSY_SHARE = 0.25
-"""Share of the busiest thread's processor time from which a thread counts as computing. Threads
-below it wait, or count tokens."""
+"""Smallest share of the busiest thread's processor time with which a thread counts as computing.
+Other threads wait, or count tokens."""
 SHOWN = 300
 """Characters of a library's error that are shown."""
 

@@ -74,7 +74,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second after the first token. Tokens that came with the first one count,
+        """Tokens per second after the first token. Tokens that came with the first token count,
         too."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 

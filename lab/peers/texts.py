@@ -47,7 +47,7 @@ def choose_prompts(
     """The first texts of each kind, at each temperature, and prompts of exactly the wanted lengths.
 
     The long prompts are pieces of all texts, one after another. A peer that keeps prefixes of
-    prompts gains nothing, because no two pieces begin alike.
+    prompts gains nothing, because no two pieces have the same beginning.
 
     Args:
         texts: Kinds and token ids.

@@ -1,7 +1,7 @@
 """Compare greedy tokens of EESD and llama.cpp. At the first difference, show both margins.
 
 A margin is the logit of a runtime's own token minus that of the other runtime's token. If rounding
-decides, both are small.
+decides, both margins are small.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
 """Average the weights of exit heads from successive runs. The mean has a higher acceptance than
-each of them.
+each head.
 
     python -m lab.pycode.average_heads --model build/work/base build/work/head-1 build/work/head-2 \
         --output build/work/head

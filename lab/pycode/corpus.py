@@ -45,8 +45,8 @@ PACKAGE_LIMIT = 9_000_000
 
 TEXT_SUFFIXES = {".md", ".rst", ".txt"}
 
-# Least share of letters and spaces in English. Word lists, Unicode tables and logs are plain text,
-# too, but have a smaller share.
+# Smallest share of letters and spaces in English. Word lists, Unicode tables and logs are plain
+# text, too, but have a smaller share.
 LETTERS = 0.8
 
 

@@ -7,12 +7,12 @@ Hugging Face directory in bfloat16, and ``training.json`` with the validation lo
 also writes the weights as trained, to ``<output>-float32``.
 
 Every five minutes the directories are written with the current model, and the state of the training
-to ``<output>-checkpoint.pt``. ``--resume`` continues from there. With another number of ``--steps``
-it follows the schedule of that number, so a slow run can end sooner, still with a falling learning
-rate.
+to ``<output>-checkpoint.pt``. ``--resume`` continues from there. With a different ``--steps``,
+training follows the schedule of the new number, so a slow run can end sooner, still with a falling
+learning rate.
 
 With ``--early-exit`` the model learns to exit early through its own norm and LM head, by the recipe
-of LayerSkip (arXiv 2404.16710): layers are dropped, later ones more often, and every few layers
+of LayerSkip (arXiv 2404.16710): layers are dropped, later layers more often, and every few layers
 also have a loss.
 """
 

@@ -52,7 +52,7 @@ MORE = {
 CHOICES = 2000
 DIALOGUES = 2500
 AGAIN = 2500
-"""Numbers of prompts with choices, from dialogues, and with a second turn."""
+"""Numbers of prompts: with choices, from dialogues, and with a second turn."""
 MOST_CHARACTERS = 2400
 ASKED_AGAIN = (
     *(
@@ -158,7 +158,7 @@ def german(checkout: Path) -> Iterator[str]:
 
 
 def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
-    """Questions of CommonsenseQA, half of them with the answers to choose from."""
+    """Questions of CommonsenseQA, half of them with answers to choose from."""
     lines = (
         (checkout / "dataset/CommonsenseQA/train_rand_split.jsonl").read_text("utf-8").splitlines()
     )

@@ -355,7 +355,7 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
     """Conversations with the answers of their source, for each source.
 
     The model also answers the questions of GPTeacher and grade-school-math itself. From the other
-    sources, it has only the conversations that are not prompts.
+    sources, only conversations that are not prompts are used.
     """
     for path in sorted((checkouts / "GPTeacher").glob("*/*instruct.json")):
         yield [chat(*pair) for pair in instructions(path)]
@@ -379,8 +379,8 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
 def taken(
     sources: list[list[Any]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]
 ) -> list[Any]:
-    """Take ``characters`` in all, in equal parts from the sources; smaller sources are taken
-    whole."""
+    """Take ``characters`` characters in total, in equal parts from the sources; smaller sources are
+    taken whole."""
     lines = []
     for number, source in enumerate(sources := sorted(sources, key=len)):
         share = characters // (len(sources) - number)

@@ -15,8 +15,8 @@ PACKAGE = "xllamacpp"
 FILE = "model.gguf"
 NGRAM = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
 NGRAM_SIZES = {"size_n": 4, "size_m": 8}
-"""Tokens that must repeat, and most drafted tokens. With the server's defaults, 12 and 48, texts of
-less than a hundred tokens are hardly ever drafted."""
+"""Number of tokens that must repeat, and maximum number of drafted tokens. With the server's
+defaults, 12 and 48, texts of less than a hundred tokens are hardly ever drafted."""
 CONTEXT = (512, 2048, 512, 1, 0, 0, 1, 4, 4)
 """The first values of llama_context_default_params(): n_ctx, n_batch, n_ubatch, n_seq_max, three
 others, n_threads, n_threads_batch."""
@@ -97,7 +97,7 @@ def library() -> ctypes.CDLL:
 
 
 class Plain:
-    """The calls that llama.cpp's own programs make: decode, and sample in C."""
+    """The calls of llama.cpp's own programs: decode, and sample in C."""
 
     def __init__(self, file: str, options: dict[str, Any]) -> None:
         self.lib = library()

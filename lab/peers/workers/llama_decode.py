@@ -4,7 +4,7 @@ from typing import Any
 
 
 def decode(lib: Any, context: Any, tokens: list[int], start: int, every: bool) -> None:
-    """Run a pass over tokens; keep the logits of every token or only of the last.
+    """Run a pass over tokens; keep the logits of every token or only of the last token.
 
     Args:
         lib: The C functions.

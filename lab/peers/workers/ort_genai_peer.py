@@ -3,7 +3,7 @@ quantized GGUF files.
 
 The nearest form is used: transformers dequantizes the file, and the builder quantizes it again in
 blocks of 32. The weights get 4 bits if most weights of the file have about 4, and zero points if
-those have minimums.
+these have minimums.
 """
 
 import json
@@ -91,8 +91,8 @@ def dequantized(file: Path, output: Path) -> str:
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import onnxruntime_genai as genai
 
-    # There must be an EOS, and no option ignores it. So it is the last id of the vocabulary, which
-    # is hardly ever generated.
+    # There must be an EOS, and no option ignores it. So the last id of the vocabulary is EOS,
+    # because it is hardly ever generated.
     vocab = json.loads((Path(path) / "genai_config.json").read_text("utf-8"))["model"]["vocab_size"]
     session = {"intra_op_num_threads": options["threads"]}
     config = genai.Config(path)

@@ -54,8 +54,8 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Time ``count`` passes over ``rows`` tokens after a filled cache. One more pass before
-        them warms up."""
+        """Measure ``count`` passes over ``rows`` tokens after a filled cache. One more pass before
+        these warms up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
     def serve(
