@@ -1,6 +1,6 @@
-// Attention that reads and writes caches in place. A token sees positions in order: those of its context are in the slots with the same
-// numbers, later positions in the slots of its path. Tiles of 16 and chunks of 128 are divided by position, so a token of a tree gets the
-// same bits as in a chain.
+// Attention that reads and writes caches in place. A token sees positions in order: the positions of its context are in the slots with the
+// same numbers, later positions are in the slots of its path. Tiles of 16 and chunks of 128 are divided by position, so a token of a tree
+// gets the same bits as in a chain.
 
 constexpr int64_t TILES = CHUNK / 16;
 constexpr int64_t QUERIES = 48;  // maximum number of queries whose scores over a chunk are kept at once
@@ -59,8 +59,8 @@ static void turn(const Attention &job, const float *x, const float *norm, const 
   if (norm && job.norms_last) normalize(y, norm, job.epsilon, job.head_dim, y);
 }
 
-// Round a row to levels, its largest number to `most` or -most, and pad it with zeros to a multiple of 16. Returns the scale. If a number
-// is not finite, the scale is NaN and all levels are 0.
+// Round a row to levels (its largest number becomes `most` or -most), and pad it with zeros to a multiple of 16. Returns the scale. If a
+// number is not finite, the scale is NaN and all levels are 0.
 static float round_levels(const float *x, int64_t size, float most, int16_t *levels) {
   float rounded[MAX_WIDTH];
   const auto part = [&](int64_t i) { return load_some(x + i, least(16, size - i)); };
@@ -165,8 +165,8 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// Cells to fetch while vectors are read, some with each vector. They go into the second-level cache if there are few queries, so that
-// memory is the limit.
+// Cells to fetch while vectors are read, some with each vector. They go into the second-level cache if there are few queries, because
+// memory is then the bottleneck.
 template <typename Cell> struct Ahead {
   const Cell *from;
   int64_t step;
@@ -176,15 +176,15 @@ template <int Q, typename Cell> static inline void fetch(const Ahead<Cell> &ahea
   else prefetch(ahead.from + vector * ahead.step);
 }
 
-// The part of some tiles that is fetched while `some` of `count` queries, after the `first` ones, read the same number of tiles.
+// The part of some tiles that is fetched while `some` of `count` queries, from number `first` on, read the same number of tiles.
 template <typename Cell>
 static Ahead<Cell> share_of(const Attention &job, const Cell *from, int64_t tiles, int64_t first, int64_t some, int64_t count) {
   const int64_t cells = tiles * tile_of<Cell>(job.width), vectors = tiles * job.width / PAIR<Cell>;
   return {from + cells * first / count, cells * some / (count * vectors)};
 }
 
-// A query over one chunk. It sees the positions `first` to `seen` - 1 of the chunk; `part` is the memory for its part of the result [2 +
-// width].
+// A query over one chunk. The query sees the positions `first` to `seen` - 1 of the chunk; `part` is the memory for its part of the result
+// [2 + width].
 struct Query {
   const float *q;
   int64_t first, seen;
@@ -281,7 +281,8 @@ static void weigh(float *scores, int64_t first, int64_t seen, float *result) {
   result[1] = add_lanes(sum);
 }
 
-// Round the weights of a query, times the scales of values, to levels. Levels of further positions are 0. Returns the levels' scale.
+// Round the weights of a query, times the scales of values, to levels. The levels of further positions are 0. Returns the scale of the
+// levels.
 static float weigh_levels(const Tiles<int8_t> &tiles, int64_t width, const Query &query, float *weights, int16_t *levels) {
   for (int64_t j = 0; j < query.seen; j += 16)
     store(weights + j, mul(load(weights + j), load(scales_of(tiles.values[j / 16], width))));
@@ -303,7 +304,7 @@ static void merge(float *part, const float *chunk, int64_t width) {
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
 }
 
-// Compute the scores, weights and sums of values of queries with the same tiles.
+// Compute the scores, weights and value sums of queries that read the same tiles.
 template <typename Cell>
 static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Query *queries, int64_t count) {
   constexpr bool levels = PAIR<Cell> > 1;
@@ -340,7 +341,7 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
   });
 }
 
-// Attention of tokens of one sequence with the same tiles, over one chunk, for the heads of one KV head.
+// Attention over one chunk, for the heads of one KV head: tokens of one sequence that read the same tiles.
 template <typename Cell>
 static void attend_tokens(const Attention &job, int64_t first, int64_t last, int64_t kv, int64_t chunk) {
   const int64_t group = job.heads / job.kv_heads, start = chunk * CHUNK, stop = (last - first) * group;

@@ -3,7 +3,7 @@
 static inline Floats logistic(Floats a) { return div(all(1.f), add(all(1.f), exponential(sub(all(0), a)))); }
 static inline Floats silu(Floats a) { return div(a, add(all(1.f), exponential(sub(all(0), a)))); }
 
-// log(1 + e^a), with a small relative error for small results, too.
+// log(1 + e^a), with a small relative error even for small results.
 static inline float softplus(float a) {
   if (a > 20.f) return a;
   float lane[16];
@@ -26,7 +26,7 @@ static inline void make_unit(const float *x, float scale, int64_t size, float *y
   }
 }
 
-// Write the records of tokens, with values in the place of deltas, and the other inputs of their steps.
+// Write the records of tokens, with values in place of deltas, and the other inputs of the tokens' steps.
 static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
   const int64_t keys = job.keys(), mixed = job.mixed();
   for (int64_t t = first_token; t < last_token; t++) {
@@ -86,9 +86,9 @@ template <int count> static inline void step_columns(const DeltaRule &job, const
   for (int c = 0; c < count; c++) store_some(y + d + 16 * c, least(16, job.value_dim - d - 16 * c), sum[c]);
 }
 
-// Steps of a head's state over `count` records that are `stride` floats apart. `from` and `to` may be the same. If the records are those
-// of tokens of the call, `token` is the first of them, deltas are computed and outputs are written; if not, it is -1. Columns of a state
-// do not depend on each other, so a block of them takes all steps while it is in the cache.
+// Steps of a head's state over `count` records that are `stride` floats apart. `from` and `to` may be the same. If the records belong to
+// tokens of the call, `token` is the first of these tokens, deltas are computed and outputs are written; if not, `token` is -1. Columns of
+// a state do not depend on each other, so a block of them takes all steps while it is in the cache.
 static void step(const DeltaRule &job, int64_t token, float *record, int64_t stride, int64_t count, int64_t head, const float *from,
                  float *to) {
   const int64_t keys = job.keys(), mixed = job.mixed(), key_at = head / (job.value_heads / job.key_heads) * job.key_dim;

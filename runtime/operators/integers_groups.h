@@ -1,6 +1,6 @@
-// Products of 8-bit activations with levels, group by group, if registers cannot hold a block. Without an instruction that adds four
-// products to a 32-bit sum, vpmaddubsw adds two products in 16 bits. Only RUN groups are added up in 16 bits, so that no sum overflows:
-// 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004. In that case 8-bit levels are multiplied in two halves of 4 bits.
+// Products of 8-bit activations with levels, computed group by group if registers cannot hold a block. Without an instruction that adds
+// four products to a 32-bit sum, vpmaddubsw adds two products in 16 bits. Only RUN groups are added up in 16 bits, so that no sum
+// overflows: 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004. In that case 8-bit levels are multiplied in two halves of 4 bits.
 
 template <Format format> constexpr int RUN = format == BITS5 ? 4 : format == BITS6 ? 2 : 8;
 

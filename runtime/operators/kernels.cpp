@@ -1,5 +1,6 @@
 // The kernels for one instruction set, EESD_KERNELS, for which vector_<name>.h defines 16 lanes. setup.py compiles this file once for
-// each instruction set. EESD_MISSING means that the compiler does not support the instruction set, or that it is for another machine.
+// each instruction set. EESD_MISSING means that the compiler does not support the instruction set, or that the set belongs to another
+// machine.
 #include "kernels.h"
 
 #define STRING_OF(text) #text

@@ -21,11 +21,11 @@ constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 512;  // maximum width of a head
 constexpr int64_t FEW_ROWS = 3;     // up to this number of rows, weights are waited for; with more, arithmetic takes longer
 
-// PLANES: 8-bit levels, whose lower halves follow after all panels. UPPER: the same bytes, of which the lower halves are not read.
+// PLANES: 8-bit levels, whose lower halves follow after all panels. UPPER: the same bytes, but the lower halves are not read.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
 enum Scales { NARROW, WIDE, SPLIT };  // float16; float32; int8 times a float16 for 256 inputs
 
-// Offsets of a block, and of the factors of its scales, within a panel.
+// Offsets, within a panel, of a block and of the factors of its scales.
 struct Blocks {
   int64_t bytes, factor_bytes;
   [[gnu::always_inline]] int64_t at(int64_t block) const { return block * bytes + (block / SUPER + 1) * factor_bytes; }
@@ -33,7 +33,7 @@ struct Blocks {
 };
 
 // A weight [inputs, outputs] in panels of 16 columns. With levels, a block of a panel holds 32 inputs, then scales, then minimums.
-// With split scales, each 8 blocks are preceded by the factors of their scales, then those of their minimums.
+// With split scales, each 8 blocks are preceded by the factors of their scales, and then the factors of their minimums.
 struct Matrix {
   const uint8_t *data;
   Format format;
@@ -43,7 +43,8 @@ struct Matrix {
   Scales scales;     // type of scales and minimums
   bool minimums;
 
-  // These functions are always inlined, because the linker keeps one copy of a function that is not: perhaps the copy in AVX-512.
+  // These functions are always inlined. Of a function that is not inlined, the linker keeps one copy, perhaps the copy compiled for
+  // AVX-512.
   [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
   [[gnu::always_inline]] bool has_planes() const { return format >= PLANES; }
   [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
@@ -61,7 +62,7 @@ struct Matrix {
     if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
     return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
-  // The offset of a panel's lower plane, if there are two planes; and the size of all bytes.
+  // The offset of a panel's lower plane, if there are two planes; and the size of the weight in bytes.
   [[gnu::always_inline]] int64_t lower_at(int64_t panel) const { return panels() * panel_bytes() + panel * (inputs / BLOCK) * HALF; }
   [[gnu::always_inline]] int64_t bytes() const { return lower_at(has_planes() ? panels() : 0); }
   [[gnu::always_inline]] Blocks blocks() const { return {block_bytes(), factor_bytes()}; }
@@ -110,7 +111,7 @@ struct Activations {
   bool whole_blocks;       // whether up to FEW_ROWS rows fetch whole blocks of levels ahead (fetching.h)
 };
 
-// Rows to prepare. They are normalized if there is a norm; then, if wanted, they are rounded to 8 bits by blocks, or summed by blocks.
+// Rows to prepare. The rows are normalized if there is a norm. Then, if requested, they are rounded to 8 bits or summed, in blocks.
 struct Preparation {
   const float *x, *norm;  // [rows, inputs], [inputs] or null
   float epsilon;
@@ -156,7 +157,7 @@ template <typename Work> static inline void with_cells(Cells cells, const Work &
 }
 
 // A tile holds the cells of 16 slots; levels are followed by the slots' scales in float32. Keys are [width / p, 16, p], values [16 / p,
-// width, p]. For levels p is 2, so that two numbers that are multiplied at once are neighbours; for other cells it is 1.
+// width, p]. For levels p is 2, so that two numbers that one instruction multiplies are neighbours; for other cells p is 1.
 template <typename Cell> constexpr int64_t PAIR = sizeof(Cell) == 1 ? 2 : 1;
 template <typename Cell> static inline int64_t tile_of(int64_t width) { return 16 * width + (sizeof(Cell) == 1 ? 64 : 0); }
 template <typename Cell> static inline int64_t key_at(int64_t slot, int64_t d) {
@@ -167,7 +168,7 @@ template <typename Cell> static inline int64_t value_at(int64_t slot, int64_t d,
 }
 template <typename Cell> static inline float *scales_of(Cell *tile, int64_t width) { return (float *)(tile + 16 * width); }
 
-// One layer's attention. Caches are [layers, 2, kv_heads, slots / 16] tiles, each of which holds the keys or values of 16 slots.
+// One layer's attention. Caches are [layers, 2, kv_heads, slots / 16] tiles. Each tile holds the keys or values of 16 slots.
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
@@ -216,7 +217,7 @@ struct Routing {
   const float *factors;  // [columns]: factors of the weights, or null
 };
 
-// The sum of the results of a token's experts times their weights, in ascending order of the experts.
+// The weighted sum of the results of a token's experts, in ascending order of the experts.
 struct Combination {
   const float *experts;     // [rows used, columns]
   const float *weights;     // [rows, used]
@@ -226,8 +227,8 @@ struct Combination {
   float *y;
 };
 
-// Tokens of the gated delta rule. A token's slot in the cache has a record: the inputs of the convolution, keys, deltas, and the
-// logarithms of decays. The state of a head is [key_dim, width].
+// Tokens of the gated delta rule. A token's cache slot has a record: the inputs of the convolution, keys, deltas, and the logarithms of
+// decays. The state of a head is [key_dim, width].
 constexpr float DELTA_EPSILON = 1e-6f;
 struct DeltaRule {
   int64_t key_heads, value_heads, key_dim, value_dim, taps;

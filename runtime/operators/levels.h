@@ -8,8 +8,8 @@ template <Format format> static inline const uint8_t *lower_plane(const uint8_t 
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Fetch levels ahead: whole blocks or, for a few rows, a line of the next page for each block, after which some processors fetch that
-// page by themselves (fetching.h).
+// Fetch levels ahead: whole blocks or, for a few rows, a line of the next page for each block. Some processors then fetch that page
+// automatically (fetching.h).
 template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
   const bool whole = rows > FEW_ROWS || a.whole_blocks;
   if (!whole) {
@@ -44,7 +44,7 @@ template <Format format> static inline void load_levels(const uint8_t *p, const 
 // exact.
 static inline Floats from_upper(const Matrix &w, Floats h, float count) { return fma(h, all(16.f), all((7.5f - (float)w.zero) * count)); }
 
-// Load sixteen of the scales or minimums that follow a block's levels. `factors` are those of split scales.
+// Load sixteen of the scales or minimums that follow a block's levels. `factors` are the factors of split scales.
 static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
   if (w.scales == SPLIT) return mul(load_int8((const int8_t *)p + index * PANEL), load_float16((const uint16_t *)factors));
   return w.scales == WIDE ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);

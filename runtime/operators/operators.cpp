@@ -420,7 +420,7 @@ class Attend {
     return tokens;
   }
 
-  // The index at which each group of consecutive tokens of one cache begins, and the end. A group's keys are read once.
+  // The index at which each group of consecutive tokens of one cache begins, and the end. A group's keys are read only once.
   std::vector<int64_t> group(const std::vector<Token> &tokens) const {
     std::vector<int64_t> starts;
     const int64_t most = tokens.size() > 64 ? 16 : 64;
@@ -745,7 +745,7 @@ class Rule {
     int64_t committed;  // index of the state that no draft changes
   };
 
-  // Where a state begins that no earlier token of the call has: `after` slots, then those of the path.
+  // The start of a state that no earlier token of the call has: `after` slots, and then the slots of the path.
   struct Start {
     int64_t parent;             // its row in the run; -1: the state comes from slots before the call
     int64_t after;              // number of first slots that precede it
@@ -765,7 +765,7 @@ class Rule {
       if (keeps) header->committed = source, header->after[source] = copies(keeps) ? slot + count : slot;
       if (chain) header->after[target] = slot + count;
     }
-    // Whether the tokens are a piece of a prompt, of which none is rejected: a draft then needs no state before them.
+    // Whether the tokens are a prompt piece. None of them is rejected, so a draft needs no state before them.
     bool copies(bool keeps) const { return keeps && chain && count > MANY; }
   };
 
@@ -776,7 +776,7 @@ class Rule {
     return reinterpret_cast<float *>(reinterpret_cast<char *>(run.header) + 64) + (which * job_.value_heads + head) * job_.state_size();
   }
 
-  // The runs of a call. States that stand after other tokens than those before the run are dropped.
+  // The runs of a call. States are dropped if the tokens before them are not the tokens before the run.
   std::vector<Run> read_runs(const Tensor &tokens, const Tensor &paths, const std::vector<int64_t> &parents) const {
     std::vector<Run> runs;
     const int64_t *row = static_cast<const int64_t *>(tokens.data), most = std::max<int64_t>(job_.taps - 1, 1);
@@ -805,7 +805,7 @@ class Rule {
     return runs;
   }
 
-  // Choose the states of a run. States that the run writes hold nothing until it ends.
+  // Choose the states of a run. The states that the run writes hold nothing until it ends.
   void plan(Run &run) const {
     int64_t least = run.slot;
     for (const Start &start : run.starts)
@@ -823,12 +823,12 @@ class Rule {
     if (run.chain || (!keeps_ && !run.after)) after[run.target] = 0;
   }
 
-  // Compute the tokens of a run for one head. Returns false without memory for a tree.
+  // Compute the tokens of a run for one head. Returns false if there is no memory for a tree.
   bool advance(const DeltaRule &job, const Run &run, int64_t head) const {
     float *target = state(run, run.target, head), *to = keeps_ ? state(run, run.source, head) : target;
     const float *from = state(run, run.source, head);
     const auto size = static_cast<size_t>(job.state_size());
-    // Steps over some slots, of tokens of the call from a row on or, if that is -1, of earlier ones.
+    // Steps over some slots: slots of the call's tokens from a row on or, if the row is -1, slots of earlier tokens.
     const auto step = [&](int64_t row, int64_t slot, int64_t count, float *into) {
       if (count <= 0) return;
       settings_.kernels->step(job, row, record(run, slot), slot_floats_, count, head, from, into);
@@ -898,7 +898,7 @@ ort::Status *status_of(const std::string &why) {
   return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
 }
 
-// Do some work. An exception is returned as a status.
+// Do some work, and return an exception as a status.
 template <typename Work> ort::Status *guarded(const Work &work) {
   try {
     work();

@@ -112,7 +112,7 @@ bool split(const float *values, int64_t count, int8_t *integers, uint16_t &facto
   return false;
 }
 
-// Facts about a weight's values, while threads read them.
+// Facts about a weight's values, updated while threads read the values.
 struct Facts {
   std::atomic<int> least{32767}, most{-32768};
   std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are finite; are float16
@@ -197,7 +197,7 @@ void pack_bits(const uint8_t (&groups)[8][64], Format format, uint8_t *to) {
     }
 }
 
-// Pack the levels of a unit. Returns false if one of them does not fit the format.
+// Pack the levels of a unit. Returns false if a level does not fit the format.
 bool pack_levels(const Source &source, const Matrix &matrix, const Unit &unit, uint8_t *to) {
   Levels levels;
   uint8_t bytes[PANEL][UNIT_INPUTS] = {}, groups[8][64];
@@ -225,8 +225,7 @@ void store(uint8_t *to, int64_t index, Value value) {
   memcpy(to + index * static_cast<int64_t>(sizeof value), &value, sizeof value);
 }
 
-// Pack the scales of a unit, or its minimums, which follow the scales. Returns false if they are of
-// another kind than the matrix has.
+// Pack the scales of a unit, or its minimums, which follow the scales. Returns false if their kind is not the matrix's kind.
 bool pack_shared(const float (&values)[PANEL][MOST_SHARED], const Matrix &matrix, const Unit &unit,
                  bool behind, uint8_t *to) {
   const int64_t halves = matrix.fine ? 2 : 1, rows = unit.count / BLOCK * halves;
@@ -271,8 +270,7 @@ void pack_floats(const Source &source, const Matrix &matrix, const Unit &unit, u
                     [&](int64_t c, int64_t k, Value value) { store(start, k * PANEL + c, value); });
 }
 
-// The properties of a weight's panels that follow from its type and arrays. The weight's values
-// determine the others.
+// The properties of a weight's panels that follow from its type and arrays. The weight's values determine the other properties.
 Matrix described(const Source &source) {
   Matrix matrix = {
       nullptr, static_cast<Format>(source.type), source.inputs, source.outputs, 0, false, NARROW,

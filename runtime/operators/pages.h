@@ -1,5 +1,5 @@
-// Weights in large pages. A processor must look up each page that it reads, and a pass reads all weights: for 100 MB, 25,000 pages of 4
-// KB. Mapped files use such small pages. Memory of the process can use pages of 2 MB, so files are copied into it.
+// Weights in large pages. A processor must look up each page that it reads, and a pass reads all weights: for 100 MB, 25,000 pages of 4 KB.
+// Mapped files use such small pages. A process's memory can use pages of 2 MB, so files are copied into it.
 #pragma once
 #include "session.h"
 
@@ -40,8 +40,8 @@ inline Pages copy_to_large_pages(const char *path, uintmax_t inode, int64_t most
   return pages;
 }
 
-// The address of a mapped file's bytes in large pages; the same address if the bytes are not from a file, or if the file is larger than
-// `most`. Sessions of a process share the copy of a file. Sessions are made one after another.
+// The address of a mapped file's bytes in large pages; the unchanged address if the bytes are not from a file, or if the file is larger
+// than `most`. Sessions of a process share the copy of a file. Sessions are made one after another.
 inline const uint8_t *in_large_pages(const uint8_t *bytes, int64_t most, std::vector<Pages> &held) {
   static std::map<std::string, std::weak_ptr<uint8_t>> copies;
   const uintptr_t address = reinterpret_cast<uintptr_t>(bytes);

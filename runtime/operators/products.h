@@ -71,7 +71,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-// P panels with levels of the same kind times M rows. Planes have a scale for 32 inputs, and no minimums.
+// M rows times P panels with levels of the same kind. Planes have one scale for 32 inputs, and no minimums.
 template <Format format, int P, int M>
 static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr bool any = format < PLANES;
@@ -156,7 +156,7 @@ static void gate(const Product &job, int64_t rows, int64_t column, int64_t colum
   }
 }
 
-// Multiply a panel, or two panels side by side, by all rows of a block.
+// Multiply all rows of a block by a panel, or by two panels side by side.
 static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
   float out[EESD_ROWS * 2 * PANEL];
@@ -171,7 +171,7 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
   }
 }
 
-// Panels are numbered consecutively over all parts. With gating, panel j is that of the gate and that of the up part.
+// Panels are numbered consecutively over all parts. With gating, j stands for the gate's panel j and the up part's panel j.
 static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
   const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_ROWS * EESD_ROWS;
   const int64_t row_block = fitting < 48 ? 48 : fitting;

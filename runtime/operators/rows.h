@@ -1,4 +1,4 @@
-// Activations: root mean square norm, rounding to 8 bits, and functions of a row that other kernels need.
+// Activations: root mean square norm, rounding to 8 bits, and row functions that other kernels need.
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -30,7 +30,7 @@ static inline void store_some(float *p, int64_t count, Floats values) {
   for (int64_t i = 0; i < count; i++) p[i] = lane[i];
 }
 
-// e^a, with an error of about 1 ulp, for `a` from -87 to 88; outside this range, the value at the nearer end (Cephes, expf).
+// e^a, with an error of about 1 ulp, for `a` from -87 to 88; outside this range, the value at the nearer end of the range (Cephes, expf).
 static inline Floats exponential(Floats a) {
   a = smaller(larger(a, all(-87.f)), all(88.f));
   const Floats whole = nearest(mul(a, all(1.44269504f)));

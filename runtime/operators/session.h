@@ -113,8 +113,8 @@ class Call {
     check(!wrong, "an output cannot be allocated");
     return static_cast<T *>(data);
   }
-  // Divide 0 to count - 1 into at most `parts` parts, and call work(first, last) for each, on the session's threads. Parts may run at
-  // once or one after another, and must not wait for each other.
+  // Divide 0 to count - 1 into at most `parts` parts, and call work(first, last) for each, on the session's threads. Parts may run in
+  // parallel or one after another, and must not wait for each other.
   template <typename Work> void parallel(int64_t count, int64_t parts, const Work &work) const {
     parts = parts < count ? parts : count;
     if (parts <= 1) {

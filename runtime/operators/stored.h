@@ -7,12 +7,12 @@
 
 namespace eesd {
 
-// Types of stored weights. The first three are those of Format, and the last ten are blocks of GGUF
-// files. export/cpu/panels.py lists them in the same order.
+// Types of stored weights. The first three types are those of Format; the last ten are blocks of
+// GGUF files. export/cpu/panels.py lists them in the same order.
 enum Stored : int64_t { FLOATS32, FLOATS16, BFLOATS16, INT8, UINT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
                         Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, STORED_TYPES };
 
-// An array of values for inputs and outputs. Steps are the distances in bytes from one value to the
+// An array of values by input and output. Steps are the distances, in bytes, from one value to the
 // next.
 struct Array {
   const uint8_t *data;
@@ -90,8 +90,8 @@ void read_array(const Array &array, const Unit &unit, const Take &take) {
   }
 }
 
-// Add fields of BITS bits to levels. Of each group of bytes, all fields in the lowest bits come
-// first, then those in the next bits.
+// Add fields of BITS bits to levels. In each group of bytes, all fields in the lowest bits come
+// first, then the fields in the next bits.
 template <int GROUP, int BITS>
 void add_fields(const uint8_t *data, int64_t bytes, int left, int16_t *levels) {
   for (int64_t at = 0; at < bytes; at += GROUP)
@@ -207,8 +207,8 @@ inline void read_shared(const Source &source, const Matrix &matrix, const Unit &
 
 extern "C" {
 
-// Plan, on some threads, how to pack a weight: the 7 numbers that describe it, and its size in
-// bytes. Returns null, or the reason why it cannot be packed.
+// Plan, on some threads, how to pack a weight: compute the 7 numbers that describe it, and its size
+// in bytes. Returns null, or the reason why it cannot be packed.
 EESD_EXPORT const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers);
 
 // Pack a weight as planned by eesd_plan. Returns null, or the reason why it cannot be packed.

@@ -20,7 +20,7 @@ static inline float logarithm(float a) {
   return p - 0.5f * square + r + 0.693359375f * exponent;
 }
 
-// Insert a value into the `count` largest so far, in order. Among equal values, the earlier one stays first.
+// Insert a value into the sorted list of the `count` largest values so far. Among equal values, the earlier value stays first.
 static inline void insert(float value, int64_t column, int64_t count, float *values, int64_t *columns) {
   int64_t at = count;
   for (; at > 0 && values[at - 1] < value; at--) values[at] = values[at - 1], columns[at] = columns[at - 1];

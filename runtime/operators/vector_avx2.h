@@ -104,14 +104,15 @@ static inline Four all_fours(const int8_t *x) {
   memcpy(&four, x, 4);
   return {_mm256_set1_epi32(four)};
 }
-// Keep the compiler from delaying sums, which would then not fit in registers.
+// Keep the compiler from delaying sums, because delayed sums would not fit in registers.
 static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 #ifdef EESD_DOT
 template <bool wide> static inline Bytes dot(Bytes x, Bytes levels, Four four) {
   return {EESD_DOT(x.a, levels.a, four.v), EESD_DOT(x.b, levels.b, four.v)};
 }
 #else
-// Products of unsigned levels with signed activations, two added in 16 bits; sums of these; and two of the sums added in 32 bits.
+// Products of unsigned levels with signed activations, added in pairs in 16 bits; sums of these pairs; and pairs of these sums, added in 32
+// bits.
 static inline Bytes multiply_pairs(Bytes levels, Four four) {
   return {_mm256_maddubs_epi16(levels.a, four.v), _mm256_maddubs_epi16(levels.b, four.v)};
 }

@@ -117,15 +117,15 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
 }
 static inline Bytes shift_sums(Bytes x, int shift) { EACH x.v[i] = bytes(vshlq_s32(ints(x.v[i]), vdupq_n_s32(shift))); return x; }
 #if EESD_PAIRS
-// Put the eight levels of a column in two groups next to each other: those of columns 0, 1, 4, 5, ... in `first`, those of 2, 3, 6, 7,
-// ... in `second`.
+// Put the eight levels of a column in two groups next to each other: columns 0, 1, 4, 5, ... in `first`, columns 2, 3, 6, 7, ... in
+// `second`.
 static inline void interleave(Bytes &first, Bytes &second) {
   EACH {
     const uint32x4_t a = vreinterpretq_u32_u8(first.v[i]), b = vreinterpretq_u32_u8(second.v[i]);
     first.v[i] = vreinterpretq_u8_u32(vzip1q_u32(a, b)), second.v[i] = vreinterpretq_u8_u32(vzip2q_u32(a, b));
   }
 }
-// Add eight products of each column with two rows. A register has the sums of two columns with both rows.
+// Add eight products of each column with two rows. A register has the sums of two columns for both rows.
 static inline void dot_pair(Bytes sums[2], Bytes first, Bytes second, const int8_t *x, int64_t stride) {
   const int8x16_t rows = vcombine_s8(vld1_s8(x), vld1_s8(x + stride));
   EACH sums[0].v[i] = bytes(vusmmlaq_s32(ints(sums[0].v[i]), first.v[i], rows));

@@ -95,7 +95,7 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
   EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * four.x[k];
   return sums;
 }
-// Two signed levels of each lane; and sums plus the products of these with two numbers.
+// Two signed levels of each lane; and sums plus the products of these levels with two numbers.
 struct Words {
   int16_t word[32];
 };
