@@ -37,8 +37,8 @@ class TextStep(NamedTuple):
 
     Attributes:
         length: Length of the match that the token followed, in tokens.
-        times: How often the token followed that match.
-        of: How often any token followed it.
+        times: Number of times that the token followed that match.
+        of: Number of times that any token followed that match.
     """
 
     length: int
@@ -69,8 +69,8 @@ class RoundOutcome(NamedTuple):
             than ``steps`` if a tree budget dropped levels.
         nodes: Nodes that were verified, not counting the root.
         verify_seconds: Time of the verify pass over the root and these nodes.
-        accepted: Draft tokens that the verifier accepted, including those after the end of the
-            text, which are not committed.
+        accepted: Number of draft tokens that the verifier accepted, including tokens after the end
+            of the text, which are not committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted``
             if an accepted token was a candidate that was never expanded, or came from the text.
         first_right: Whether the first drafted token was right, even if it was not verified; None if

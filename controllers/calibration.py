@@ -22,7 +22,7 @@ CERTAIN = 0.9999
 STEP = 0.2
 NODE = 0.03
 RATE = 1.3
-"""Constant costs: those of a draft step and of a verified node, in plain steps, and the rate in
+"""Constants: the costs of a draft step and of a verified node, in plain steps, and the rate, in
 tokens per plain step."""
 
 
@@ -56,8 +56,8 @@ class Calibrator:
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
     gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
 
-    With ``shared``, a and s are those of another calibrator, which this one updates. Its ``b`` is
-    then treated as independent of them.
+    With ``shared``, a and s belong to another calibrator, and this one updates them. ``b`` is then
+    treated as independent of a and s.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class CalibratedDraft(Controller):
         self.next = sigmoid(next_shift + next_slope * following)
 
     def learn(self, depth: int, accepted: int) -> list[bool]:
-        """Learn from a round that verified ``depth`` levels, of which ``accepted`` were accepted.
+        """Learn from a round that verified ``depth`` levels and accepted ``accepted`` of them.
         Returns the labels."""
         labels = []
         for level, (own, following) in enumerate(self._scores[: min(accepted + 1, depth)], start=1):

@@ -152,7 +152,7 @@ class TextRule:
 
         Returns:
             One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter. For a row of
-            a batch, any number, of which the batch may verify fewer.
+            a batch: any number. The batch may verify fewer tokens.
         """
         if self._load is not None:
             return self._load.copied(values, drafts)

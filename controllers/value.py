@@ -138,7 +138,7 @@ class RoundValue:
         draft: Seconds of a round's draft, by steps. The first step costs more than later ones if
             the device has to switch engines (three times as much on a CPU).
         verify: Seconds of a verify pass, by nodes besides the root.
-        brought: Tokens and seconds of the recent rounds, discounted. The seconds are those of the
+        brought: Tokens and seconds of the recent rounds, discounted. The seconds come from the
             curves, so stalls of the machine hardly count.
         rounds: Number of committed rounds.
     """

@@ -243,7 +243,7 @@ def _compiled(constraint: tuple[str, str] | None, llm: LLM) -> Callable[[], Cons
 
 
 def _asked(options: dict[str, Any]) -> Options:
-    """The options of a request, from those of the command."""
+    """A request's options, from the command's options."""
     return {
         "max_new_tokens": options["max_new_tokens"],
         "stop": options["stop"],

@@ -43,8 +43,8 @@ class GrammarConstraint:
     """A :class:`~eesd.runtime.request.Constraint` that follows a grammar of llguidance.
 
     One matcher serves the committed tokens and every drafted path: it is rolled back to the prefix
-    that the new tokens share with those it has read. EOS is allowed where the grammar may end.
-    After the end, and after tokens that the grammar does not allow, only EOS is allowed.
+    that the new tokens share with the tokens that it has read. EOS is allowed where the grammar may
+    end. After the end, and after tokens that the grammar does not allow, only EOS is allowed.
 
     Attributes:
         grammar: The grammar, from which another process can make an equal constraint.

@@ -72,7 +72,7 @@ _APPLICATORS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependentSchemas", "dependencies", "contains"),
 )
-"""Keywords that can evaluate properties or items, in addition to those that list them."""
+"""Keywords that can evaluate properties or items, in addition to the keywords that list them."""
 
 
 class Bytes:
@@ -383,7 +383,7 @@ def _pattern(text: str) -> str:
 
 
 def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """A schema without patterns that cannot be read, such as those with look-ahead, and without
+    """A schema without patterns that cannot be read, such as patterns with look-ahead, and without
     counts that cannot be enforced. The names of these keywords are added to ``ignored``."""
     found = dict(schema)
     if (counts := found.keys() & _KEY_COUNTS) and (optional := _optional(found)):

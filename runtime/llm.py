@@ -57,7 +57,7 @@ class Piece:
     """One token of a stream.
 
     Attributes:
-        text: The text that became certain with it; may be empty.
+        text: The text that became certain with this token; may be empty.
         token: Its id. None in a last piece with text that was held back because it could have begun
             a stop string.
         from_draft: Whether a drafter proposed it. If not, it is the verifier's bonus token.
@@ -108,7 +108,7 @@ class Options(TypedDict, total=False):
 
 
 def completion_of(updates: Sequence[Update], request: Request) -> Completion:
-    """The completion of a request from all its updates, the last of which has the finish reason."""
+    """The completion of a request, from all its updates. The last update has the finish reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
     of_prompt = [update.prompt_logprobs for update in updates]
@@ -214,10 +214,10 @@ class LLM:
 
     Attributes:
         manifest: The engine directory's manifest.
-        default_sampling: Sampling options of requests that give none.
+        default_sampling: Sampling options of requests without sampling options.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
-        speculation: The options of drafting; None decodes plainly.
+        speculation: The drafting options; None decodes plainly.
         drafting: The drafters that all requests use, except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
         observer: Called with each round's tokens and logits; see
@@ -413,8 +413,8 @@ class LLM:
 
         Args:
             prompt: Text, chat messages, or token ids.
-            sampling: Sampling options. Default: those of the model's ``generation_config.json``, or
-                greedy.
+            sampling: Sampling options. Default: the options in the model's
+                ``generation_config.json``, or greedy decoding.
             options: See :class:`Options`.
 
         Raises:

@@ -86,7 +86,7 @@ class PlainContent:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
     ) -> list[int]:
-        """Token ids of chat messages and tools. They equal those of the rendered text if no text
+        """Token ids of chat messages and tools. They equal the ids of the rendered text if no text
         spells a special token.
 
         Raises:

@@ -15,7 +15,7 @@ Key = tuple[int | str, ...]
 
 @dataclass(eq=False)
 class _Block:
-    """Keys and values [L+E, 2, KV, BLOCK, D] of the tokens after those of ``parent``."""
+    """Keys and values [L+E, 2, KV, BLOCK, D] of the tokens after the tokens of ``parent``."""
 
     parent: "_Block | None"
     key: Key

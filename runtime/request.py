@@ -153,7 +153,7 @@ class TokenOutput:
 
     Attributes:
         token: Its id.
-        text: The text that became certain with it; may be empty.
+        text: The text that became certain with this token; may be empty.
         source: Name of the drafter that proposed it, ``exit`` or ``text``; ``verify`` for the
             verifier's bonus token.
         logprob: Log-probability, if requested.

@@ -180,8 +180,8 @@ class Service:
 
     @property
     def deciding(self) -> Drafting | LoadRule:
-        """The rules that decided how far the last round drafted: those of the request if it ran
-        alone, or the rule of the batch."""
+        """The rules that decided how far the last round drafted: the request's rules if it ran
+        alone, or the batch's rule."""
         return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:

@@ -148,7 +148,7 @@ class _Seen:
         self._marked = 0
 
     def mask(self, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
-        """Mask [n, V] of the committed tokens and those of each row's path."""
+        """Mask [n, V] of the committed tokens and the tokens of each row's path."""
         device = self._committed.device
         if self._marked < len(tokens):
             self._committed.index_fill_(

@@ -158,8 +158,7 @@ class DraftTree:
         self._in_place = in_place
 
     def grow(self, proposals: Sequence[Sequence[Proposal]]) -> DraftStep | None:
-        """Add a level: the proposed children of each frontier node, of which the best paths are
-        expanded.
+        """Add a level: the proposed children of each frontier node. The best paths are expanded.
 
         Returns:
             The step to show to the controller; None if nothing was proposed.

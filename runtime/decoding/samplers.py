@@ -146,8 +146,8 @@ class SpecSampler:
         raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node`` with bias, with penalties for the committed tokens and those on its
-        path, and with -inf for tokens that are not allowed."""
+        """Logits after ``node`` with bias, with penalties for the committed tokens and the tokens
+        on its path, and with -inf for tokens that are not allowed."""
         logits = add_to(logits, self._bias, columns)
         if self._sampling.repetition_penalty != 1:
             logits = penalize(

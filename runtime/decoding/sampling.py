@@ -125,8 +125,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 
 def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns = WHOLE) -> Logits:
-    """Logits with ``changes`` added to those of some tokens. Tokens without a column are left
-    out."""
+    """Logits with ``changes`` added for some tokens. Tokens without a column are left out."""
     if not changes:
         return logits
     tokens = np.fromiter(changes, np.int64)
@@ -147,8 +146,8 @@ def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, 
 
 
 def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
-    """Logits [V] with those of the seen tokens divided (positive) or multiplied (negative) by the
-    penalty (Keskar 2019)."""
+    """Logits [V], of which the seen tokens' logits are divided (if positive) or multiplied (if
+    negative) by the penalty (Keskar 2019)."""
     if penalty == 1:
         return logits
     tokens = np.fromiter(set(seen), dtype=np.int64)

@@ -48,11 +48,11 @@ class Stats:
     Attributes:
         prompt_tokens: Tokens of the prompt.
         new_tokens: Generated tokens, up to the end of the text.
-        rounds: Verify passes.
+        rounds: Number of verify passes.
         drafting_rounds: Rounds in which a drafter was allowed to draft.
         text_rounds: Rounds that verified only tokens that the text proposed, without a draft step.
-        draft_steps: Calls of the draft engine.
-        draft_tokens: Verified draft tokens, including those after the end of the text.
+        draft_steps: Number of calls of the draft engine.
+        draft_tokens: Number of verified draft tokens, including tokens after the end of the text.
         accepted_tokens: Draft tokens among the new tokens.
         accepted_text_tokens: Accepted tokens that the text proposed.
         verified_at_depth: Rounds whose draft was judged at depth 1, 2, ...: it reached that depth,

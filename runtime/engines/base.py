@@ -41,8 +41,8 @@ class StepOutputs:
         levels: int = 1,
     ) -> None:
         """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a
-        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], so
-        that fewer bytes than those of the logits are fetched."""
+        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n],
+        because the logits have many more bytes to fetch."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -215,7 +215,7 @@ class Engine(Protocol):
         """
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """The work of :meth:`forward` for these calls, of which there must be at least one."""
+        """The work of :meth:`forward` for at least one call."""
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))

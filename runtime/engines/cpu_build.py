@@ -93,8 +93,8 @@ def describe_build(place: Path) -> str:
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights of which the draft's products read only the upper 4 bits, and the verify
-    graph's products all 8.
+    """Names of the weights whose upper 4 bits the draft's products read, while the verify graph's
+    products read all 8 bits.
 
     A draft that is the whole model shares these weights with the verify graph. They include the
     embedding table if it is also the LM head.

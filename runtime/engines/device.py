@@ -123,8 +123,8 @@ class AttentionMask:
         tree: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Describe which of the first ``slots`` slots (0: all) of caches like ``keys`` [B, KV, S,
-        D] are seen by ``count`` nodes, the first of which is in ``slot`` [B]. All tensors are on
-        the device."""
+        D] are seen by ``count`` nodes. The first node is in ``slot`` [B]. All tensors are on the
+        device."""
         self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
         self.tree = tree
         self._slot = slot

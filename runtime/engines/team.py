@@ -137,7 +137,7 @@ class Team:
         return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """The arrays of all ranks, which all have the same shape."""
+        """The arrays of all ranks. They must have the same shape."""
         return [
             part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))
         ]

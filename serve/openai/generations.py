@@ -211,8 +211,7 @@ class Generations:
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Number of rounds, among those that verified a draft, that accepted at least d tokens (d =
-        # 0, 1, ...).
+        # Number of rounds that verified a draft and accepted at least d tokens (d = 0, 1, ...).
         at_least = [rounds] + [
             sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats)
             for d in range(depth)
@@ -230,7 +229,7 @@ class Generations:
         return ResponseMetrics(speculative_decoding=speculative)
 
     def extras(self) -> dict[str, Any]:
-        """Fields of an answer in addition to those of its API."""
+        """Fields of an answer in addition to its API's fields."""
         return {"metrics": self.metrics(), **self._ignored()}
 
     def _ignored(self) -> dict[str, list[str]]:
@@ -240,8 +239,7 @@ class Generations:
         return {"ignored_keywords": sorted(known)} if known else {}
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the request for the log and for traces. Times are those of the first
-        choice."""
+        """Facts about the request for the log and for traces. Times are for the first choice."""
         spec = self.metrics().speculative_decoding
         request = self.progress[0].request
         return {

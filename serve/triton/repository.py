@@ -21,7 +21,7 @@ DRAFTING = Speculation()
 BATCH = BatchOptions()
 _REMEDY = "write the repository again"
 
-# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend. ``messages``, in
+# The names come from NVIDIA's frontends, tensorrtllm_backend and vllm_backend. ``messages``, in
 # JSON, is an addition.
 INPUTS = (
     ("text_input", "STRING", 1),

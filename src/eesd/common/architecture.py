@@ -1,5 +1,5 @@
-"""The model, written once: blocks, exit heads, draft and verify as calls of some fifteen
-operations.
+"""The model, written once: blocks, exit heads, the draft graph and the verify graph as calls of
+some fifteen operations.
 
 Nothing else describes a block. A *table of operations* (:class:`Operations`) gives the operations a
 meaning: the shapes of the weights, a standard ONNX graph, a graph of this project's operators, or
@@ -36,12 +36,12 @@ of the layer's caches, as keys do. A token reads the states of the tokens before
 nothing has to be undone when drafted tokens are rejected.
 
 **The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each head of values
-has a matrix S as its state. A token convolves its queries, keys and values with those of the tokens
-before it, decays S, and adds the outer product of its key and the *delta* u: its value minus the
-value that S gives for the key. The token's output is the value that S gives for its query. So S is
-a sum, over the tokens before, of decayed outer products of keys and deltas. A slot holds the
-convolution's inputs, the key, the deltas and the decays of its token, and again nothing has to be
-undone when drafted tokens are rejected.
+has a matrix S as its state. A token convolves its queries, keys and values with the queries, keys
+and values of the tokens before it, decays S, and adds the outer product of its key and the *delta*
+u: its value minus the value that S gives for the key. The token's output is the value that S gives
+for its query. So S is a sum, over the tokens before, of decayed outer products of keys and deltas.
+A slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
+nothing has to be undone when drafted tokens are rejected.
 
 **Gemma 4**: the two kinds of layers have heads of different sizes, and the last layers of some
 models read the keys and values of earlier layers. In some models each layer also reads an input: a
@@ -207,7 +207,7 @@ class Block:
             attention then reads an embedding and a state side by side, hides the first slot, and
             has separate rotary tables.
         mlp: Width of the MLP; 0 for no MLP, None for the width of the geometry.
-        writes: Whether it has keys and values. If not, it reads those of another block.
+        writes: Whether it has keys and values. If not, it reads another block's keys and values.
     """
 
     geometry: Geometry
@@ -327,8 +327,8 @@ class Operations(Protocol[X]):
             x: Three parts side by side, each of the hidden size: ``a``, b and c.
             block: The block. The state of a token, ``a`` times c, is written into the token's slots
                 of the block's caches.
-            name: Name of the result: b times a weighted sum of the states of the token and of those
-                before it. The weights depend on distance and column.
+            name: Name of the result: b times a weighted sum of the states of the token and of the
+                tokens before it. The weights depend on distance and column.
         """
         ...
 

@@ -66,8 +66,8 @@ def directory_written_whole(
         foreign: Returns the reason not to replace an existing directory, as "it ...", or "".
 
     Raises:
-        EESDError: The existing directory may not be replaced. The new one is kept beside it, and
-            the message says where.
+        EESDError: The existing directory may not be replaced. The new directory is kept beside it,
+            and the message says where.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with claimed(output) as claim:
@@ -131,8 +131,8 @@ class Claim(NamedTuple):
         return self.target.with_name(f".{self.target.name}.eesd-{self.key}.{kind}")
 
     def put_back(self) -> bool:
-        """Undo the first rename of a replacement if the second one did not happen. Returns whether
-        anything was undone."""
+        """Undo the first rename of a replacement if the second rename did not happen. Returns
+        whether anything was undone."""
         if lexists(self.target) or not lexists(self.old):
             return False
         self.old.rename(self.target)

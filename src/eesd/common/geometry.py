@@ -212,8 +212,9 @@ class Geometry:
         value_norm: Whether the values of each head are normalized, without weights.
         keys_as_values: Whether full layers have no value projection: their values are the keys
             before the norm.
-        shared_from: Index of the layer from which on layers have no keys and values, but read those
-            of the last layer of their kind before this index; 0: there are no such layers.
+        shared_from: Index of the layer from which on layers have no keys and values, but read the
+            keys and values of the last layer of their kind before this index; 0: there are no such
+            layers.
         shared_size: Intermediate size of these layers; 0: the size of the other layers.
         input_size: Columns of the input that each layer gets from the token; 0: there is none.
         input_layers: Number of layers in the table of these inputs.
@@ -442,7 +443,7 @@ class Geometry:
 
     def caches_of(self, layer: int) -> range:
         """Indices of a layer's caches: one of keys and values, or several of states. A layer that
-        shares keys and values has those of another layer."""
+        reads another layer's keys and values has that layer's caches."""
         if self.shares(layer):
             kinds = self.layer_kinds[: self.shared_from]
             layer = self.shared_from - 1 - kinds[::-1].index(self.kind(layer))
@@ -452,7 +453,7 @@ class Geometry:
 
     @property
     def num_caches(self) -> int:
-        """Caches of the base layers."""
+        """Number of caches of the base layers."""
         owners = min(self.num_layers, self.shared_from or self.num_layers)
         return self.caches_of(owners - 1).stop
 
@@ -463,7 +464,7 @@ class Geometry:
 
     @property
     def dense(self) -> "Geometry":
-        """The geometry of blocks without experts, such as those of an exit head."""
+        """The geometry of blocks without experts, such as an exit head's blocks."""
         return replace(self, experts=None)
 
     def of_head(self, layer: int) -> "Geometry":
@@ -505,8 +506,8 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: half of a head's values, followed by those of sliding
-        layers if these have a separate base."""
+        """Columns of the rotary tables: half of a head's values; then the columns of sliding layers
+        if these have a separate base."""
         kinds = (FULL, SLIDING) if self.local_theta else (FULL,)
         return sum(self.of_kind(kind).head_dim // 2 for kind in kinds)
 
@@ -679,15 +680,15 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches, which follow those of the base layers: first the caches of
-    its E blocks, then those of its states."""
+    """Indices of the exit head's caches, which follow the base layers' caches: first the caches of
+    its E blocks, then its state caches."""
     first = geometry.num_caches
     states = state_caches(geometry, exit_config)
     return range(first, first + exit_config.blocks + states)
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
-    """Indices of the caches that the draft uses: those of the first N layers and of the exit
+    """Indices of the caches that the draft uses: the caches of the first N layers and of the exit
     head."""
     layers = range(exit_config.layer)
     own = [cache for layer in layers for cache in geometry.caches_of(layer)]

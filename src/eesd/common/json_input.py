@@ -19,8 +19,8 @@ from eesd.common.errors import EESDError
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 28
-"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, are
-around ten megabytes."""
+"""Largest file that is read as JSON or text. The largest real files, tokenizers and prompts, are
+around ten megabytes in size."""
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists. Real files nest about ten deep."""
 
@@ -122,7 +122,7 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each line that is not blank.
 
     Args:
-        text: One JSON value a line.
+        text: One JSON value per line.
         name: Name of the text, for the message.
         remedy: What to do if a line cannot be used, for the message.
 

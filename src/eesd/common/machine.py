@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 import eesd
 
 TORCH_ENGINE = ("torch", "safetensors", "onnx")
-"""Packages that the torch engine imports, in addition to those of every installation."""
+"""Packages that the torch engine imports, in addition to the packages of every installation."""
 
 
 def installed(package: str) -> str | None:
@@ -59,7 +59,7 @@ def _installed_from() -> str:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -73,7 +73,7 @@ def release_freed_memory() -> None:
 
 
 def ranks() -> int:
-    """The number of processes that torchrun or a similar program started together."""
+    """Number of processes that torchrun or a similar program started together."""
     count = os.environ.get("WORLD_SIZE", "")
     return max(int(count), 1) if count.isdecimal() else 1
 

@@ -295,7 +295,8 @@ class Manifest:
 
     @property
     def gpu_slots(self) -> int:
-        """Slots of the caches on a GPU: those of the text, and room for the nodes that pad a round.
+        """Number of cache slots on a GPU: the text's slots, and room for the nodes that pad a
+        round.
 
         The number is a multiple of 16, so that the caches of every layer are aligned as TensorRT
         requires.
@@ -344,7 +345,7 @@ class Manifest:
 
     @property
     def num_caches(self) -> int:
-        """The caches of the base layers and of the head."""
+        """Number of caches of the base layers and of the head."""
         return exit_caches(self.geometry, self.exit_head).stop
 
     @property

@@ -45,7 +45,7 @@ def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
     with claimed(path) as claim:
         kept = claim.move_aside(foreign)
         if not kept and lexists(claim.old):
-            # If this run is killed, the next one deletes the directory and does not put it back.
+            # If this run is killed, the next run deletes the directory and does not put it back.
             claim.old.rename(claim.new)
     return kept
 

@@ -116,7 +116,7 @@ NVFP4 = Quantization(FP4, 16, scales=FP8)
 MXFP4 = Quantization(FP4, BLOCK, scales="float32")
 """Levels of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
 SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
-"""Result of ``--quantize int4`` for float32 weights. Its bytes are those of GGUF's Q4_1."""
+"""Result of ``--quantize int4`` for float32 weights. It has the same bytes as GGUF's Q4_1."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Number of bytes of all its tensors."""
         return sum(self.tensors.values())
 
     def keeps_levels(self, ranks: int = 1) -> bool:
