@@ -79,9 +79,9 @@ class RoundOutcome(NamedTuple):
             was no estimate.
         seconds: Time of the whole round.
         labels: With a tree budget, a label for each accepted node that has candidates.
-        proposed: The text's proposed tokens that the committed tokens judge, up to and including
-            the first wrong one. Some may not have been verified.
-        right: Number of right tokens among ``proposed``.
+        proposed: Number of tokens of the text's proposal that the committed tokens judge, up to and
+            including the first wrong token. Some may not have been verified.
+        right: Number of these tokens that are right.
         drafter: Name of the drafter that the round used; empty in a round of plain decoding.
     """
 

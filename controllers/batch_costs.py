@@ -70,7 +70,7 @@ class BatchCosts:
             self._fit()
 
     def _fit(self) -> None:
-        """Compute the line, and the factors of all N that were seen."""
+        """Compute the line, and the factor of each observed N."""
         known = self._moments[:4, :4]
         wanted = self._moments[:4, 4]
         # A few fast calls leave the matrix singular to working precision: solve() would raise.

@@ -42,8 +42,8 @@ MOST_LEVELS = 32
 """Number of levels with separate prices; further levels have the last price."""
 
 Size = Callable[[int, int], tuple[int, int]]
-"""Maps the rows of a call, and the nodes of each, to the rows and nodes that the engine computes,
-padding included."""
+"""Maps a call's number of rows, and number of nodes per row, to the numbers of rows and nodes that
+the engine computes, padding included."""
 
 
 class LoadRule:

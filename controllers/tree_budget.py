@@ -17,7 +17,7 @@ SHARPNESS = 1.25
 token."""
 COVERED = (6.5, 3.5)
 """Beta prior of the probability that the verifier's token is among the other candidates if it is
-not the first."""
+not the first candidate."""
 DISCOUNT = 0.998
 """Decay factor of a label's weight in the posterior, per later label."""
 

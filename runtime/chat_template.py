@@ -28,7 +28,7 @@ Tool = Mapping[str, Any]
 """A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
 ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of fields that may hold a message's reasoning. Templates read the first or the second."""
+"""Names of fields that may hold a message's reasoning. Templates read one of the first two."""
 _ITEM_FILTERS = {
     "first",
     "join",

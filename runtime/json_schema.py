@@ -99,7 +99,7 @@ def read_schema(
         schema: The schema, which is plain JSON.
         lenient: Whether to ignore unsupported keywords instead of refusing them. :func:`ignored_by`
             finds further keywords, which llguidance ignores.
-        place: Names that lead to the schema, for messages.
+        place: Path of keys to the schema, for messages.
 
     Raises:
         EESDError: The schema cannot be followed. The message names the place.
@@ -130,7 +130,7 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], spl
         schema: The schema.
         ignored: Receives the names of keywords that are left out because they cannot be followed;
             None to leave out no keyword.
-        place: Names that lead to the schema.
+        place: Path of keys to the schema.
         split: Maximum number of cases into which keywords unknown to llguidance may split the
             schema. The numbers of nested schemas multiply.
 

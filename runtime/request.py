@@ -47,8 +47,8 @@ class Constraint(Protocol):
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow because no others are allowed: a draft without
-        cost. May be empty.
+        """At most ``most`` tokens that must follow because no other tokens are allowed: a free
+        draft. May be empty.
 
         Raises:
             ConstraintError: The constraint cannot decide. The request ends with this error.

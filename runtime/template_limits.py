@@ -176,8 +176,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return args
 
     def _size(self, value: Any, depth: int = 0) -> int:
-        """Size of a value as printed: an item that is in a list twice counts twice. A number counts
-        as its bits."""
+        """Size of a value as printed: an item that is in a list twice counts twice. The size of a
+        number is its number of bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()

@@ -271,7 +271,7 @@ class TextStream:
     U+FFFD, as in SentencePiece, and only when that is certain.
 
     Wherever a text is split into prompt and tokens, the result is the text that the tokens add to
-    that of the prompt. A character that begins in the prompt is returned with the token that
+    the prompt's text. A character that begins in the prompt is returned with the token that
     completes it. A character that is never completed is not shown.
     """
 

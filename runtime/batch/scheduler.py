@@ -28,8 +28,8 @@ one."""
 SHORT = 64
 """Maximum length, in tokens, of a prompt that may be prefilled ahead of the prompts in turn."""
 PASSING = 0.065
-"""Maximum tokens of such short prompts, as a share of the tokens of the prompts in turn. Rounds
-have other work, too, so the prompts in turn wait about 5 % longer."""
+"""Maximum number of tokens of such short prompts, as a share of the tokens of the prompts in turn.
+Rounds have other work, too, so the prompts in turn wait about 5 % longer."""
 HEADROOM = 64
 """Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
@@ -421,7 +421,7 @@ class Scheduler:
         row.generation.tell(update)
 
     def _fail(self, row: Session, error: Exception) -> None:
-        """End a request that failed without affecting others."""
+        """End a request that failed in a way that does not affect other requests."""
         if not isinstance(error, ConstraintError):
             LOGGER.error("A request failed.", exc_info=error)
         self._end(row, "error", error)

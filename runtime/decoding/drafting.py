@@ -78,7 +78,7 @@ class Drafting:
         return [rule for rule in (self.value, *self.rules) if rule is not None]
 
     def begin_request(self) -> None:
-        """Call this before the first round of another text."""
+        """Call this before the first round of each text."""
         for rule in self.rules:
             rule.begin_request()
 

@@ -42,7 +42,7 @@ class Terms:
             even during a pause. The text's tokens are judged during a pause, too, so this estimate
             is up to date. Without this rule, a stall that overdrew the account would stop the
             copying of repeated text.
-        slower: Factor by which the pace must change for plain decoding to be measured at once.
+        slower: Factor by which the pace must change for plain decoding to be measured immediately.
     """
 
     stake: float = 0.8
@@ -104,9 +104,9 @@ class Account:
         self._rounds: dict[tuple[int, int], float] = {}
         """Weights of the remembered rounds, by draft steps and nodes."""
         self._expected = 0.0
-        """Expected tokens of these rounds."""
+        """Expected number of tokens of these rounds."""
         self._luck = 0.0
-        """Tokens of these rounds beyond the expectation."""
+        """Number of tokens by which these rounds exceeded the expectation."""
         self._balance = min(terms.stake + terms.allowance * tokens, terms.most)
         self._rounds_seen = 0
 
@@ -129,7 +129,7 @@ class Account:
         return (self._expected - cost) / rounds + luck - self._terms.margin
 
     def drafted(self, outcome: RoundOutcome) -> bool:
-        """Book a round of this drafter. Returns whether a pause begins."""
+        """Enter a round of this drafter in the account. Returns whether a pause begins."""
         terms = self._terms
         self._forget(1.0)
         shape = outcome.steps, outcome.nodes
@@ -185,7 +185,7 @@ class Guard:
         """Prices by number of nodes, for all the time of a round except its draft."""
         self._accounts: dict[str, Account] = {}
         self._tokens = 0
-        """Tokens of all rounds."""
+        """Number of tokens of all rounds."""
         self._plain: deque[float] = deque(maxlen=5)
         """Seconds of plain rounds since the last draft. The first such round is left out, because
         it finds the processor's caches filled by the draft."""

@@ -157,13 +157,13 @@ class TokenSequence:
         return min(self._most - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
 
     def forced(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow because no others are allowed: a draft without
-        cost."""
+        """At most ``most`` tokens that must follow because no other tokens are allowed: a free
+        draft."""
         return ()
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Number of these next tokens that belong to the text; None if it does not end within
-        them."""
+        """Number of the given next tokens that belong to the text; None if the text does not end
+        within them."""
         return None
 
     # The cache
@@ -665,9 +665,9 @@ def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
-    """Cut a path before the first node whose slot is not its slot in a chain. The token of that
-    node becomes the bonus token: all nodes before it are in the slots of a chain, so they chose it
-    correctly."""
+    """Cut a path before the first node whose slot is not the slot that it would have in a chain.
+    The token of that node becomes the bonus token: all nodes before it are in the slots of a chain,
+    so they chose it correctly."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
     if displaced is None:
         return AcceptResult(path, bonus)

@@ -97,7 +97,7 @@ def check_largest(logit: float) -> None:
 
 class KVCache(Protocol):
     """The KV cache of one sequence, [L+E, 2, KV, S, D], which both engines read and write in place,
-    in whichever memory it is."""
+    in any kind of memory."""
 
     @property
     def slot_bytes(self) -> int:

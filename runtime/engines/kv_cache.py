@@ -9,7 +9,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
 
 STEP = 128
-"""Capacity grows by at least 12.5 %, rounded up to a multiple of this many slots."""
+"""Capacity grows by at least 12.5 %, rounded up to a multiple of this number of slots."""
 
 
 def grown(capacity: int, slots: int, limit: int) -> int:

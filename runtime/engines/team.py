@@ -201,8 +201,8 @@ class Team:
             raise
 
     def watch(self) -> None:
-        """From now on, end this process when another process ends, because a sum of both would wait
-        forever."""
+        """From now on, end this process when another process ends, because a sum that needs both
+        would wait forever."""
         for other in [0] if self.rank else self._others:
             self._watches.append(
                 threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True)

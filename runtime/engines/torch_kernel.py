@@ -10,8 +10,8 @@ sums of the parts, always in the same order, and rounds once.
 
 A row's bits depend neither on the other rows nor on their number: every group is a product of the
 same shape, whose sums run over the inputs in the same order, and the parts depend only on the
-weight. Nothing is tuned at run time. The number of groups only determines how many rows share the
-levels that are read.
+weight. Nothing is tuned at run time. The number of groups only determines how many rows share each
+read of the levels.
 
 Levels are stored in the order of the tensor cores. A 32-bit word has eight 4-bit levels, or four
 8-bit levels, of one output. Their inputs are a fixed distance apart, so a step consists of eight or
@@ -221,7 +221,7 @@ def multiply(
             s K + j + W and so on, where K is the number of inputs in a step: 8 W with 4 bits, 4 W
             with 8. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
-        zeros: Zero points [in / block, out], a byte each; None if all are 0.
+        zeros: Zero points [in / block, out], one byte each; None if all are 0.
         minimums: Minimums [in / block, out]; None if all are 0.
         bits: Bits of a level: 8 or 4.
         middle: Number subtracted from every level: the level that stands for 0, if the original

@@ -76,7 +76,7 @@ def arranged(
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Unsigned levels [in, out], a byte each, in the form that ``multiply`` takes."""
+    """Unsigned levels [in, out], one byte each, in the form that ``multiply`` takes."""
     inputs, outputs = levels.shape
     count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))

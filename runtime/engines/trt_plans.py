@@ -394,7 +394,7 @@ def first_slots(slots: int) -> tuple[int, ...]:
 
 def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
     """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with kernels for a
-    range.
+    range of node counts.
 
     For exactly one node, attention reads the caches in place; for a range it copies them in every
     call. But there is no such attention kernel for long caches, and kernels for exactly one node

@@ -250,7 +250,7 @@ def requests_of(
 
 
 def _check_window(body: Body, sampling: Sampling) -> None:
-    """Refuse a window for penalties if there are penalties, because these count all tokens."""
+    """Refuse a penalty window if there are penalties, because penalties count all tokens."""
     window = (body.model_extra or {}).get("repeat_last_n")
     if window in (None, -1) or not (sampling.counts or sampling.repetition_penalty != 1):
         return

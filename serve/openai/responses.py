@@ -68,7 +68,7 @@ async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
     """Yield the events of a stream. An error before the first event has an HTTP status; a later
-    error adds two last events."""
+    error adds two final events."""
     number = 0
 
     def numbered(events: Iterator[Event]) -> Iterator[bytes]:

@@ -35,12 +35,12 @@ token attends to its own slot.
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
 nothing has to be undone when drafted tokens are rejected.
 
-**The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each head of values
-has a matrix S as its state. A token convolves its queries, keys and values with the queries, keys
-and values of the tokens before it, decays S, and adds the outer product of its key and the *delta*
-u: its value minus the value that S gives for the key. The token's output is the value that S gives
-for its query. So S is a sum, over the tokens before, of decayed outer products of keys and deltas.
-A slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
+**The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each value head has
+a matrix S as its state. A token convolves its queries, keys and values with the queries, keys and
+values of the tokens before it, decays S, and adds the outer product of its key and the *delta* u:
+its value minus the value that S gives for the key. The token's output is the value that S gives for
+its query. So S is a sum, over the tokens before, of decayed outer products of keys and deltas. A
+slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
 nothing has to be undone when drafted tokens are rejected.
 
 **Gemma 4**: the two kinds of layers have heads of different sizes, and the last layers of some
@@ -206,7 +206,7 @@ class Block:
         eagle: The EAGLE-3 head that the block belongs to; None for other blocks. The block's
             attention then reads an embedding and a state side by side, hides the first slot, and
             has separate rotary tables.
-        mlp: Width of the MLP; 0 for no MLP, None for the width of the geometry.
+        mlp: Width of the MLP; 0 for no MLP, None for the geometry's width.
         writes: Whether it has keys and values. If not, it reads another block's keys and values.
     """
 
@@ -337,7 +337,7 @@ class Operations(Protocol[X]):
 
         Args:
             x: Side by side: queries, keys and values, which are convolved; gates of the output; and
-                for each head of values, the input of its step size and of its decay.
+                for each value head, the inputs of its step size and of its decay.
             block: The block. The states of tokens are written into their slots of its caches.
             name: Name of the result: the normalized outputs of all heads times their gates.
         """
@@ -459,7 +459,7 @@ def base_layers(o: Operations[X], model: Model, x: X, layers: range) -> Iterator
     Args:
         o: The table of operations.
         model: The model.
-        x: Token ids for the model's first layer, hidden states for any other first layer.
+        x: Token ids if ``layers`` begins with the model's first layer, hidden states if not.
         layers: The base layers, in order.
     """
     inputs: Sequence[X] = ()

@@ -116,9 +116,9 @@ class DeltaRule:
     """Sizes of layers with the gated delta rule (arXiv 2412.06464).
 
     Attributes:
-        key_heads: Number of heads of queries and keys.
-        value_heads: Number of heads of values, a multiple of ``key_heads``. Each has a matrix
-            [key_dim, value_dim] as its state.
+        key_heads: Number of query heads, and of key heads.
+        value_heads: Number of value heads, a multiple of ``key_heads``. Each has a matrix [key_dim,
+            value_dim] as its state.
         key_dim: Values of a head's query, and of its key.
         value_dim: Values of a head's value.
         taps: Number of tokens that the convolution sees, the current one included.
@@ -147,23 +147,24 @@ class DeltaRule:
 
     @property
     def keys(self) -> int:
-        """Columns of all keys."""
+        """Number of columns of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Columns of all values."""
+        """Number of columns of all values."""
         return self.value_heads * self.value_dim
 
     @property
     def mixed(self) -> int:
-        """Columns that are convolved: queries, keys and values."""
+        """Number of columns that are convolved: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Columns of the parts of a token's state in its slot: the inputs of the convolution, the
-        convolved keys, the deltas of the values, and the logarithms of the decays."""
+        """Number of columns of each part of a token's state in its slot: the inputs of the
+        convolution, the convolved keys, the deltas of the values, and the logarithms of the
+        decays."""
         return self.mixed, self.keys, self.values, self.value_heads
 
 
@@ -399,7 +400,7 @@ class Geometry:
 
     @property
     def own_heads(self) -> list[tuple[int, ...]]:
-        """The head sizes of those kinds of layers whose sizes differ from the caches' sizes."""
+        """The head sizes of those kinds of layers that differ from the caches."""
         return [heads for heads in (self.full_heads, self.sliding_heads) if heads]
 
     def shares(self, layer: int) -> bool:

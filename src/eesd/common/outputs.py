@@ -1,4 +1,4 @@
-"""Paths that commands write. Commands delete only files that a command wrote."""
+"""Paths that commands write. Commands delete only files that this project's commands wrote."""
 
 import errno
 import os

@@ -35,9 +35,9 @@ SCALE_TYPES = ("float16", "float32")
 
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
-"""Prefix of the names of the exit head's weights in the graphs."""
+"""Name prefix of the exit head's weights in the graphs."""
 DRAFT = "draft."
-"""Prefix of the names of the draft's copies of base weights."""
+"""Name prefix of the draft's copies of base weights."""
 PACKED = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".kv_proj.": (".k_proj.", ".v_proj."),
