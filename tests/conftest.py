@@ -1,7 +1,7 @@
 """Fixtures shared by the tests: random checkpoints and engines, built once and never changed.
 
-``make test`` runs the tests in two processes. Each has a processor of its own, and both use the
-same built directories.
+``make test`` runs the tests in two processes. Each process has a separate processor, and both use
+the same built directories.
 """
 
 import logging
@@ -95,9 +95,8 @@ LONG = (
     "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity", "late_gpus",
 )
 # fmt: on
-"""The test files that take longest. They run first, so that neither process waits for the other at
-the end. The first file forks its process hundreds of times, which is slow once the process is
-large."""
+"""The slowest test files. They run first, so that neither process waits for the other at the end.
+The first file forks its process hundreds of times, which is slow once the process is large."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

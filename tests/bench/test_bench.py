@@ -32,7 +32,7 @@ PROMPTS = [
 def test_a_long_step_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If stderr is not a terminal."""
+    """A line about the remaining time is logged if stderr is not a terminal."""
     monkeypatch.setattr(terminal, "SILENCE", 0.01)
     said = list[str]()
 
@@ -68,7 +68,8 @@ def own_prompts(path: Path) -> str:
 def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(
     bundled: Path, tmp_path: Path
 ) -> None:
-    """Controllers on chains and trees, with and without a tree budget, in every sampling."""
+    """The configurations are controllers on chains and trees, with and without a tree budget, in
+    every sampling."""
     output = tmp_path / "out"
     options = (
         "--controllers",
@@ -196,8 +197,8 @@ def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(
 
 
 def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: Path) -> None:
-    """The same engine under two names drafts the same tokens. Only the best fixed length of each is
-    shown."""
+    """The same engine under two names drafts the same tokens. Only the best fixed length of each
+    directory is shown."""
     names = ("one", "two")
     directories = [
         option
@@ -336,7 +337,8 @@ def test_there_are_16_bundled_prompts_of_each_of_five_tasks() -> None:
 
 
 def test_tuning_prompts_are_never_reported() -> None:
-    """Every prompt has one purpose for any requested numbers, and the tasks alternate."""
+    """For any requested numbers of prompts, each prompt has one purpose, and the tasks
+    alternate."""
     prompts = load_tasks([])
     tuning, reported = split_prompts(prompts, 99, 99)
     assert (

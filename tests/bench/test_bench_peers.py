@@ -359,7 +359,8 @@ def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
 
 
 def test_first_differences_are_shown_with_both_margins(work: Path, tmp_path: Path) -> None:
-    """EESD equals itself. Compared with a peer that always says 7, the margins are logits."""
+    """EESD equals itself. Compared with a peer that always gives token 7, the margins are
+    logits."""
     record = Work.load(work)
     (tmp_path / "same.py").write_text((WORKERS / PEERS["EESD"].worker).read_text("utf-8"))
     record.made["llama.cpp gguf"] = {}
@@ -411,7 +412,7 @@ class Fake:
     def slot_bytes(self):
         return 1000
 """
-"""A peer whose passes take a second for each token, and whose first one is slow."""
+"""A peer whose passes take a second for each token, and whose first pass is slow."""
 
 
 def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
@@ -561,7 +562,7 @@ def test_names_are_chosen_by_patterns() -> None:
 
 
 def test_workers_need_nothing_of_eesd() -> None:
-    """They run in the peers' interpreter. Only EESD's worker imports eesd, and none imports
+    """Workers run in the peers' interpreter. Only EESD's worker imports eesd, and no worker imports
     optional packages at the top."""
     own = {path.stem for path in WORKERS.glob("*.py")}
     for path in WORKERS.glob("*.py"):

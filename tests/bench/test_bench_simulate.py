@@ -455,7 +455,7 @@ def test_cost_models_interpolate_round_trip_and_refuse_bad_costs() -> None:
 
 
 def test_an_outcome_has_the_draft_seconds_of_its_steps() -> None:
-    """The first step of a round costs more than later ones, and the controller learns this."""
+    """The first step of a round costs more than later steps, and the controller learns this."""
     outcomes = []
 
     class Listening(Fixed):

@@ -1,5 +1,6 @@
-"""Tools of the lab. That for Spec-Bench answers all turns of every question in every configuration,
-and reports them by category; another one times calls. The tests do not check speeds."""
+"""Tools of the lab. The tool for Spec-Bench answers all turns of every question in every
+configuration, and reports them by category; another tool measures calls. The tests do not check
+speeds."""
 
 import json
 import re

@@ -47,7 +47,7 @@ def test_bootstrap_is_deterministic_and_exact_for_equal_values() -> None:
 
 
 def test_costs_of_rounds_predict_their_seconds() -> None:
-    """test_bench_simulate.py tests the interpolation of costs."""
+    """``test_bench_simulate.py`` tests how costs are interpolated."""
     costs = CallCosts({1: 0.2, 2: 0.3}, {1: 1.0, 2: 1.1, 4: 1.5})
     assert predicted_seconds(RUN, costs) == pytest.approx(1.0 + 3 * 1.6 + 0.2)
 
@@ -97,8 +97,8 @@ def result_with(seconds: dict[str | None, list[float]]) -> Result:
 
 
 def test_speedups_are_paired_within_prompts() -> None:
-    """Prompts differ a hundredfold, but the ratio within each is constant, so the interval has no
-    width."""
+    """Times of prompts differ a hundredfold, but the ratio within each prompt is constant, so the
+    interval has no width."""
     plain = [1.0, 10.0, 100.0]
     result = result_with(
         {None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]}

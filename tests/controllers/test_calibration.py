@@ -281,8 +281,8 @@ def test_drafts_longer_when_drafting_is_cheaper() -> None:
 
 
 def test_drafts_one_token_where_no_draft_pays() -> None:
-    """Nothing is ever accepted, so it drafts as little as possible. Only the guard stops
-    drafting."""
+    """Nothing is ever accepted, so the controller drafts as little as possible. Only the guard
+    stops drafting."""
     controller = CostAwareTS()
     drafted = []
     for _ in range(300):

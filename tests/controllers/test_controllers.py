@@ -101,7 +101,8 @@ def test_beta_ts_counts_what_was_judged(
 
 
 def test_beta_ts_continues_as_often_as_its_posterior_says() -> None:
-    """It continues with the frequency of the mean of Beta(alpha + accepted, beta + rejected)."""
+    """The share of steps after which ``beta-ts`` continues is the mean of Beta(alpha + accepted,
+    beta + rejected)."""
     controller = BetaTS(alpha=2, beta=1, discount=1, seed=3)
     for _ in range(5):
         controller.observe(outcome(2, 1))

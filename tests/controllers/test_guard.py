@@ -79,7 +79,7 @@ def test_stays_while_drafting_is_faster() -> None:
 
 @pytest.mark.parametrize("seconds", [2.0, 2.1, 2.5, 4.0])
 def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
-    """It loses one round, whose cost was unknown, and the allowance."""
+    """Drafting loses one round, whose cost was unknown, and the allowance."""
     guard = Guard()
     drafted = play(guard, 4000, seconds)
     lost = sum(drafted) * (seconds - 2)
@@ -120,7 +120,7 @@ def test_does_not_judge_before_it_knows_plain_decoding() -> None:
 
 
 def test_stalls_do_not_stop_it() -> None:
-    """Every eighth call takes several times as long, among them the first drafting round."""
+    """Every eighth call, including the first drafting round, takes several times as long."""
     guard = Guard()
     random = np.random.default_rng(0)
     drafted = []
@@ -137,7 +137,7 @@ def test_stalls_do_not_stop_it() -> None:
 @pytest.mark.parametrize("slowed", [1, 2])
 @pytest.mark.parametrize("times", [3, 30])
 def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
-    """None of fifty new processes stops drafting because its first calls took long."""
+    """No process of fifty stops drafting because its first calls were slow."""
     for tokens in np.random.default_rng(0).integers(1, 5, 50).tolist():
         guard = Guard()
         drafted = 0
@@ -168,13 +168,13 @@ def test_bad_luck_does_not_stop_it() -> None:
 
 
 def test_expectations_that_are_not_met_count_for_little() -> None:
-    """Rounds commit one token in two plain steps where three are expected."""
+    """Rounds that take two plain steps commit one token where three are expected."""
     drafted = play(Guard(), 500, 2.0, tokens=1, expected=3.0)
     assert sum(drafted) < 30
 
 
 def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
-    """All calls take five times longer for a while: drafting pays, and continues."""
+    """For a while all calls take five times as long: drafting still pays, and continues."""
     guard = Guard()
     play(guard, 500, 1.3)
     drafted = play(guard, 200, 5 * 1.3, plain=5.0)

@@ -26,7 +26,7 @@ def verify_seconds(rows: int, nodes: int) -> float:
 
 
 def eight_at_once(_: int, nodes: int) -> float:
-    """Kernels process eight nodes in the time of one."""
+    """Kernels process eight nodes in the time of one node."""
     return 10e-3 * -(-nodes // 8)
 
 
@@ -183,7 +183,8 @@ def rule_of(
 
 
 def test_a_budget_pays_its_rows_part() -> None:
-    """Relative to the cost if all rows verify the same number of nodes."""
+    """The cost of a row's nodes is its part of the cost if all rows verify the same number of
+    nodes."""
     rule = rule_of(8, verify_seconds)
     assert rule.price(np.array(3)) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
     assert LoadRule(PRIOR, 2).levels([[0.9, 0.8, 0.7], [0.9]]) == [2, 1]
@@ -208,7 +209,7 @@ def test_a_second_is_worth_what_plain_rounds_bring_and_more_where_prompts_wait()
     assert [one.goes_on([(1.0, 0.3)] * 2, 0, [[]] * 2) for one in (rule, waited_for)] == [2, 0]
     before = rule.rate
     for _ in range(50):
-        rule.observe(True, 2, 1.0)  # a slow spell makes no draft worth its time
+        rule.observe(True, 2, 1.0)  # while the machine is slow, no draft is worth its time
     rule.begin_round(2, SLOTS)
     assert rule.rate == pytest.approx(before, rel=0.01)
 
@@ -261,8 +262,8 @@ def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
 
 
 def test_a_slower_machine_is_slower_for_all_sizes() -> None:
-    """Plain rounds set the pace for all sizes. The cost of a further node, in plain rounds, stays
-    the same."""
+    """Plain rounds set the pace for all sizes. The cost of another node, in plain rounds, stays the
+    same."""
     costs = BatchCosts()
     for _ in range(10):
         for nodes in (1, 2, 4, 8, 16):

@@ -44,8 +44,8 @@ TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 def texts(
     count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH
 ) -> list[LabelledText]:
-    """Texts whose drafts are correct with the probability that ``truth`` predicts at depth 2, plus
-    a random offset per text."""
+    """Texts whose drafted tokens are correct with the probability that ``truth`` predicts at depth
+    2, plus a random offset per text."""
     random = np.random.default_rng(seed)
     drafts = []
     for b in random.normal(0, offset, count):
@@ -92,7 +92,8 @@ def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> N
 
 
 def test_labels_end_with_the_first_rejection() -> None:
-    """Two rounds: four drafts with two accepted ones; one draft (the last token is not drafted)."""
+    """Two rounds: four drafted tokens, two of them accepted; one drafted token (the last token is
+    not drafted)."""
     correct = np.array([True, True, False, True, False])
     drafts = GreedyDrafts(
         correct[None], np.full((1, 5), 0.5, np.float32), np.arange(5, dtype=np.float32)[None]
@@ -122,8 +123,8 @@ def test_a_prior_that_predicts_better_is_returned() -> None:
 
 
 def test_a_prior_that_predicts_no_better_is_not_returned() -> None:
-    """The texts follow the default prior, so a prior fitted to some of them is no better on the
-    others."""
+    """The texts follow the default prior, so a prior fitted to some of the texts is no better on
+    the others."""
     result = calibrate(texts(6, 40, offset=0.4, seed=3, truth=CalibrationPrior()))
     assert result.prior is None
     assert result.fitted["accept"].prior_loss > result.default["accept"].prior_loss

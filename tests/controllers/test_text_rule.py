@@ -70,7 +70,7 @@ def test_chances_become_those_of_the_text() -> None:
 
 
 def test_labels_need_no_verified_nodes() -> None:
-    """Proposals in plain rounds teach as much: as soon as a text repeats, it is copied."""
+    """Proposals in plain rounds also give labels: as soon as a text repeats, it is copied."""
     wrong = taught([0] * 200, nodes=[0])
     right = taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9
@@ -124,7 +124,7 @@ def test_the_text_replaces_drafting_where_it_is_worth_more(
 
 
 def test_drafting_that_is_good_because_the_text_is_does_not_count() -> None:
-    """A draft that gains nothing alone, but much where the text continues after it, is not worth
+    """A draft that gains nothing alone, but much if the text continues after it, is not worth
     drafting."""
     rule = taught([4, 0, 1, 2] * 10)
     for number in range(80):

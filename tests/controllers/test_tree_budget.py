@@ -30,7 +30,7 @@ pytestmark = pytest.mark.fast
 DRAFT = 0.1
 PLAIN = 1.0
 NODE = 0.05
-"""Seconds of a draft step, of verify over the root, and of each further node."""
+"""Seconds of a draft step, of a verify pass over the root, and of each additional node."""
 
 
 def step(margin: float = 1.0) -> DraftStep:
@@ -107,7 +107,7 @@ def test_the_best_of_the_proposed_paths_are_verified(harness: Harness, width: in
 
 
 def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
-    """After first choices, as a device that drafts ahead does."""
+    """Steps follow the first choices, as on a device that drafts ahead."""
     for prompt in PROMPTS:
         alone, budgeted = (
             drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget)
@@ -117,7 +117,7 @@ def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
 
 
 def test_a_chain_without_logits_has_the_engines_candidates() -> None:
-    """At most as many as the likeliest tokens that the draft engine returns."""
+    """There are at most as many candidates as likeliest tokens that the draft engine returns."""
 
     def no_logits() -> Any:
         raise AssertionError("a chain that was drafted ahead has no logits")
@@ -131,7 +131,8 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
 
 
 def test_a_chain_gets_second_candidates(harness: Harness) -> None:
-    """With as many drafted tokens there are fewer rounds, because some second choices are right."""
+    """With the same number of drafted tokens there are fewer rounds, because some second choices
+    are right."""
     rounds = {}
     found = {}
     for budget in (None, TreeBudget()):
@@ -184,8 +185,8 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
-    """The first choice has the calibrated chance. The others share the rest by their scores, in
-    order."""
+    """The first choice has the calibrated chance. The other choices share the rest by their scores,
+    in order."""
     budget = TreeBudget()
     z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
     assert z == budget.accept.score(features(step())) and first == pytest.approx(sigmoid(z))

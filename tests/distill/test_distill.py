@@ -129,8 +129,8 @@ def test_validation_counts_equal_the_runtime_statistics(
     options: tuple[object, ...] | None,
     deep: tuple[int, ...],
 ) -> None:
-    """At each depth, rounds replayed from parallel passes have the counts of rounds run by the
-    engines."""
+    """At each depth, rounds replayed from parallel passes give the counts of rounds that the
+    engines run."""
     checkpoint = Checkpoint(learner)
     if options is not None:
         trained = tmp_path / "head"
@@ -175,7 +175,8 @@ def test_validation_counts_equal_the_runtime_statistics(
 def test_resume_after_a_kill_gives_the_same_losses_and_weights(
     learner: Path, own_rows: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
+    """The run gets SIGKILL between two checkpoints. The resumed run is compared with an
+    uninterrupted run."""
     options = ("--steps", 24, "--accumulate", 2, "--deep", "2,3")
     distill(learner, own_rows, tmp_path / "whole", *options)
     command = (
@@ -204,8 +205,8 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
 def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
     learner: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM after the first of three portions; the resumed run is compared with an uninterrupted
-    one."""
+    """The run gets SIGTERM after the first of three portions. The resumed run is compared with an
+    uninterrupted run."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"t{i} t{i}"}) + "\n" for i in range(5, 60)))
     arguments = (
@@ -316,7 +317,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
         for path in (tmp_path / "cache").glob("shard-*")
         if shards.get(path.name) == path.stat().st_mtime_ns
     }
-    # The third was not full.
+    # The third shard was not full.
     assert len(shards) == 3 and kept == {"shard-00000.safetensors", "shard-00001.safetensors"}
     again = (
         "--model",
@@ -343,7 +344,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
 def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
     learner: Path, own_rows: Path, tmp_path: Path
 ) -> None:
-    """Also for a run that continues; later weights count more."""
+    """This also holds for a run that continues. Later weights count more."""
     mean: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3):
         distill(
@@ -438,7 +439,8 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     learner: Path, tmp_path: Path, batch: int
 ) -> None:
-    """Sampled rows do not, either. The engine that wrote and read them is deleted at the end."""
+    """This also holds for sampled rows. The engine that wrote and read the rows is deleted at the
+    end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = (
@@ -538,8 +540,8 @@ def needs_operators() -> None:
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
-    """Also when sampled, when a row takes another prompt after its text has ended, and at the end,
-    when rows are dropped."""
+    """They are equal even if they are sampled, if a row takes another prompt after its text has
+    ended, and at the end, when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
     temperatures = [0, 0.7, 1, 0, 1, 0.7, 1, 0.7]
@@ -568,7 +570,8 @@ def numbers(first: int, text: int) -> np.random.Generator:
 
 
 def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: Writer) -> None:
-    """2000 first tokens at temperature 1, compared with the model's distribution."""
+    """At temperature 1, the first tokens of 2000 texts are compared with the model's
+    distribution."""
     count = 2000
     texts = continue_prompts(
         writer,
@@ -730,8 +733,8 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
 def test_two_processes_have_the_losses_of_one_process(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes with batches of two rows, stopped and resumed, compared with one process over
-    the same rows, in one portion as theirs."""
+    """Two processes with batches of two rows, stopped and resumed, are compared with one process
+    over the same rows, in the same single portion."""
     arguments = [
         "--model",
         learner,

@@ -56,8 +56,8 @@ def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torc
 def test_a_head_equal_to_the_teacher_has_nothing_to_learn(
     case: dict[str, torch.Tensor], kept: int
 ) -> None:
-    """Also if some tokens are not kept: a distribution of only the kept tokens would make the head
-    overconfident."""
+    """This also holds if some tokens are not kept: a distribution of only the kept tokens would
+    make the head overconfident."""
     features = case["teacher"].clone().requires_grad_()
     losses, agrees = token_losses(
         features, torch.eye(VOCABULARY), case["ids"][:, :kept], case["top"][:, :kept]
@@ -101,8 +101,8 @@ def test_masked_positions_have_no_gradient(case: dict[str, torch.Tensor]) -> Non
 
 
 def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
-    """Two correct drafts and a wrong one; then, after the verifier's token, two correct ones. The
-    last token is not drafted."""
+    """Two drafted tokens are correct, the third is wrong; after the verifier's token, two are
+    correct. The last token is not drafted."""
     acceptance = replay_acceptance([np.array([[1, 1, 0, 1, 1, 1]], bool)], 2)
     assert (acceptance.rounds, acceptance.tokens) == (2, 6)
     assert acceptance.verified == (2, 2) and acceptance.accepted == (2, 2)
@@ -110,7 +110,7 @@ def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
     assert acceptance.verified == (2, 2, 1, 0) and acceptance.accepted == (2, 2, 0, 0)
     assert acceptance.tokens_per_round == 3.0
     assert replay_acceptance([np.array([[0, 0]], bool)], 4).tokens_per_round == 1.0
-    # All first drafts are right, and no later ones.
+    # All first drafted tokens are right, and no later ones.
     acceptance = replay_acceptance([np.array([[1] * 6, [0] * 6], bool)], 4)
     assert acceptance.verified == (3, 2, 0, 0) and acceptance.accepted == (3, 0, 0, 0)
 

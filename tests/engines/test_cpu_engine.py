@@ -155,8 +155,8 @@ class Pass:
         )
 
     def assert_near(self, other: "Pass", tolerance: float) -> None:
-        """Errors are compared with the size of the values, of whole arrays: rounding to 8 bits
-        makes single ones larger."""
+        """Errors of whole arrays are compared with the size of their values: rounding to 8 bits
+        makes single errors larger."""
         for ours, theirs in zip(self.steps, other.steps, strict=True):
             assert_near(ours[0], theirs[0], tolerance)
             if len(theirs) > 1 and tolerance < 1e-3:
@@ -202,7 +202,7 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
 def test_weights_are_copied_to_large_pages_where_memory_is_free(
     directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy does not change with the file. With little free memory the file stays mapped, and the
+    """If the file changes, a copy does not. With little free memory the file stays mapped, and the
     bits are the same."""
     plans = shutil.copytree(directory("llama-tied"), tmp_path / "plans")
     weights = build_for_cpu(plans, load_manifest(plans)) / cpu_build.WEIGHTS
@@ -225,7 +225,8 @@ def test_weights_are_copied_to_large_pages_where_memory_is_free(
     ),
 )
 def test_bits_are_equal_in_chains_and_trees(directory: Directory, kind: str, int8: bool) -> None:
-    """One :class:`Exactness` for all kernels: all must give the bits of the first."""
+    """A single :class:`Exactness` checks all kernels: all must give the bits of the first
+    kernels."""
     exactness = Exactness(load_manifest(directory(kind)))
     for name, threads in [("", 1), ("", 2), *((name, 1) for name in operators.supported())]:
         exactness.check(cpu_engine(directory(kind), threads=threads, int8=int8, kernel=name))
@@ -345,7 +346,7 @@ def assert_unverified(plans: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("name", [cpu_build.WEIGHTS, "draft.onnx", "verify.onnx"])
 def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
-    """``--verify`` notices it everywhere; loading notices it in small files, which are hashed
+    """``--verify`` detects it everywhere; loading detects it in small files, which are hashed
     completely."""
     manifest = load_manifest(plans)
     file = build_for_cpu(plans, manifest) / name
@@ -394,8 +395,8 @@ def test_weights_of_another_model_are_noticed_when_they_are_loaded(
 def test_another_export_has_another_build_for_cpu(
     plans: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another layout has another build, too. The new build replaces the old one, but no directory
-    that EESD did not make."""
+    """A different layout also has a different build. The new build replaces the old build, but no
+    directory that EESD did not make."""
     manifest = load_manifest(plans)
     first = build_for_cpu(plans, manifest)
     mine = shutil.copytree(first, plans / f"cpu-{'0' * 16}")

@@ -82,7 +82,8 @@ def on_device(
 
 
 def chain(tokens: list[int]) -> list[Node]:
-    """A root and a chain of nodes. None has children: each is judged as if it were the last."""
+    """A root and a chain of nodes. No node has children: each is judged as if it were the last
+    node."""
     nodes = [Node(COMMITTED[-1], index=0)]
     for token in tokens:
         nodes.append(Node(token, nodes[-1], nodes[-1].depth + 1, index=len(nodes)))
@@ -118,7 +119,7 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     whole=st.booleans(),
 )
 def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, whole: bool) -> None:
-    """With a column for each token, and for every third."""
+    """This holds with a column for each token, and with a column for every third token."""
     from eesd.runtime.decoding.device_noise import noisy_best
 
     scores = torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE)
@@ -158,8 +159,8 @@ def test_a_large_vocabulary_changes_nothing(narrow: bool) -> None:
 
 @NEEDS_TRITON
 def test_what_rounding_could_decide_is_left_to_the_host() -> None:
-    """A nucleus of one half holds two or three of four equal tokens, depending on the last bit of a
-    sum."""
+    """A nucleus of one half contains two or three of four equal tokens, depending on the last bit
+    of a sum."""
     logits = np.full((2, 4), -30, np.float32)
     logits[:, :4] = np.log(np.array([0.25] * 4, np.float32))
     certain = [
@@ -187,7 +188,7 @@ def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, value: float) -> None:
-    """The host refuses them."""
+    """The host refuses these logits."""
     sampler = make_sampler(sampling, 97)
     nodes = chain([])
     sampler.begin_round(COMMITTED)
@@ -235,7 +236,8 @@ def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
 
 
 def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
-    """Plain greedy decoding gets the best token from the engine; the others choose on the host."""
+    """In plain greedy decoding, the engine gives the best token; with constraints, the host
+    chooses."""
     for sampler in (
         make_sampler(Sampling(), 97),
         make_sampler(Sampling(temperature=1.0), 97, allowed=lambda _: None),

@@ -110,7 +110,7 @@ def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path
 
 @pytest.mark.slow
 def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
-    """Without gguf and TensorRT, and with no installed package of this project in the way."""
+    """The machine has neither gguf nor TensorRT, and no installed package of this project."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
     # torch's products for AMX add in another order in longer calls, so that tokens could differ,
     # rightly.

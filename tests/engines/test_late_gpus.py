@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, 
 
 @pytest.mark.parametrize("name", slow_but(["chain", "chain by torch"], "chain"))
 def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
-    """Otherwise drafting would be compared only with plain decoding that is padded for its sake."""
+    """Without it, drafting would be compared only with plain decoding that is padded, too."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
         assert isinstance(llm.engines.verify, DeviceEngine)
@@ -80,7 +80,7 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
     "name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"]
 )
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
-    """There the calls are not captured, and their memory is freed after each call."""
+    """At the end, calls are not captured, and their memory is freed after each call."""
     directory = planned(SETTINGS[name])
     setting = SETTINGS[name]
     prompt = PROMPTS[2]
@@ -110,7 +110,7 @@ def test_a_capture_that_fails_inside_costs_speed_and_no_token(
 
 @pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 3 GPUs without CUDA graphs"])
 def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name: str) -> None:
-    """They share streams and scratch memory."""
+    """The sessions share streams and scratch memory."""
     directory = planned(SETTINGS[name])
     setting = SETTINGS[name]
     with late_llm(directory, setting, seed=0) as (machine, llm):
@@ -136,7 +136,8 @@ def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name:
 def test_threads_with_a_model_each_do_not_disturb_each_other(
     planned: Planned, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They load, capture and generate in turns, each with separate streams. No capture fails."""
+    """The threads load, capture and generate in turns, each with separate streams. No capture
+    fails."""
     for seed in range(3):
         in_two_threads(planned(SETTINGS[name]), SETTINGS[name], seed, locked=True)
     assert "CUDA graph" not in caplog.text
@@ -239,7 +240,7 @@ MISTAKES: dict[str, tuple[str, Mutation]] = {
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_noticed(planned: Planned, name: str) -> None:
-    """It changes the tokens with one of 20 seeds, or makes an engine refuse its input."""
+    """A mistake changes the tokens with one of 20 seeds, or makes an engine refuse its input."""
     chosen, mutate = MISTAKES[name]
     setting = SETTINGS[chosen]
     directory = planned(setting)
@@ -297,7 +298,7 @@ def round_figures(
 
 
 def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
-    """Once for the chain of four steps, and once for verify."""
+    """The host waits once for the chain of four steps, and once for the verify pass."""
     speculation = Speculation("fixed:k=4", guard=False, drafter="exit")
     one, three = (Setting(stages, stages, speculation) for stages in (1, 3))
     assert set(round_figures(planned(CHAIN), one)) == {Figures(waits=2, replays=4 + 1, executes=0)}
@@ -314,8 +315,8 @@ def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
 def test_the_default_controller_waits_once_for_each_call(
     planned: Planned, sampling: Sampling
 ) -> None:
-    """It decides on the host after each draft step; in a plainly greedy chain after two steps,
-    which are one call."""
+    """The controller decides on the host after each draft step. In a plainly greedy chain, it
+    decides after two steps, which are one call."""
     found = round_figures(
         planned(CHAIN), Setting(1, 1, Speculation(guard=False, drafter="exit")), sampling
     )
@@ -340,8 +341,8 @@ def test_a_round_with_a_penalty_waits_once_for_each_call(
 def test_logits_of_a_tree_stay_on_the_device(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
-    """Also if each node of a level is drafted in a separate call, which overwrites the logits of
-    the previous call."""
+    """They stay there even if each node of a level is drafted in a separate call, which overwrites
+    the logits of the previous call."""
     tree = SETTINGS["tree"]
     monkeypatch.setattr(
         forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")

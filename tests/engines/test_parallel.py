@@ -1,5 +1,5 @@
-"""A model whose weights are split over ranks: processes, or threads of one. The commands in a
-process for each rank give the tokens of one process. All ranks end together."""
+"""A model whose weights are split over ranks, which are processes, or threads of one process. The
+commands in a process for each rank give the tokens of one process. All ranks end together."""
 
 import json
 import re
@@ -160,8 +160,8 @@ def test_ranks_have_the_tokens_of_one_process(
     options: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With chains, trees, sampling, kept prompts and quantized weights. Logits have the bits of
-    ranks that are threads."""
+    """The tokens are equal with chains, trees, sampling, kept prompts and quantized weights. Logits
+    have the bits of ranks that are threads."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
@@ -232,7 +232,7 @@ def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> N
 def test_a_rank_has_the_bytes_that_inspect_says(
     export: Callable[..., Path], options: tuple[str, ...]
 ) -> None:
-    """Draft and verify share parts, as they share whole weights; quantized weights are
+    """The draft and verify graphs share parts, as they share whole weights; quantized weights are
     dequantized."""
     directory = export(*options)
     manifest = load_manifest(directory)
@@ -262,7 +262,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(directory: Path) -> None
 
 
 def test_a_rank_that_ends_is_one_sentence(directory: Path, tmp_path: Path) -> None:
-    """Rank 1 ends after it has loaded; rank 0, a script, says so and does not wait."""
+    """Rank 1 ends after loading; rank 0, a script, reports this and does not wait."""
     (tmp_path / "run.py").write_text(f"""
 import os
 import eesd
@@ -376,7 +376,7 @@ def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: sign
 def test_a_server_that_loses_a_rank_ends_with_one_sentence(
     engine: Path, tmp_path: Path, lost: int
 ) -> None:
-    """Also while no request runs."""
+    """The server also ends while no request runs."""
     with serving(engine, tmp_path) as (ranks, _):
         before = (tmp_path / f"{1 - lost}.err").read_text()
         ranks[lost].kill()
@@ -409,7 +409,7 @@ def test_interrupted_in_the_middle_all_ranks_end(engine: Path, tmp_path: Path) -
 def test_other_backends_are_refused(
     engine: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Every rank would do the same work."""
+    """With these backends, every rank would do the same work."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("WORLD_SIZE is 2", f"not {backend}", "choose the backend torch")
     assert_refused(run(run_main, "--engine-dir", engine, "-p", TEXT, "--backend", backend), *words)
@@ -421,7 +421,7 @@ def test_other_backends_are_refused(
 def test_what_cannot_be_split_is_refused(
     engine: Path, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the ranks wait for each other."""
+    """The model is refused before the ranks wait for each other."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     options = ("-p", TEXT, "--backend", "torch", "--engine-dir")
     assert_refused(

@@ -1,4 +1,4 @@
-"""``eesd-export --stages``: verify in stages gives the same tokens as in one piece."""
+"""``eesd-export --stages``: a verify graph in stages gives the same tokens as in one piece."""
 
 import shutil
 from collections.abc import Callable

@@ -236,8 +236,8 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
 def test_a_device_drafts_two_steps_before_it_asks(
     variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default controller allows it. It decides by the clock, so another controller takes its
-    place here."""
+    """The default controller allows this, but it decides by the clock, so this test uses another
+    controller."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
@@ -320,8 +320,8 @@ def test_stages_with_a_shard_each_give_the_same_tokens(
 def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(
     narrow: Path, width: int, device: str
 ) -> None:
-    """Caches have the engines' type. Drafting changes a token only if the logits of both are equal
-    up to 16-bit rounding."""
+    """Caches have the engines' type. Drafting changes a token only if the logits of the old and new
+    token are equal up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
     assert llm.engines.verify.new_kv_caches()[0].memory.shards[0].dtype == dtype  # type: ignore[attr-defined]
@@ -345,8 +345,8 @@ def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None
         }
         for engine in (verify, draft)
     )
-    # Verify only writes the caches of the last exit block, so it has separate keys and values
-    # there.
+    # The verify graph only writes the caches of the last exit block, so keys and values are
+    # separate there.
     shared = {
         name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name
     }
@@ -492,7 +492,7 @@ def cut_hidden_size(directory: Path) -> None:
 
 
 def rename_weight_file(directory: Path) -> None:
-    """Let the first weight of verify refer to a file that does not exist."""
+    """Let the first weight of the verify graph refer to a file that does not exist."""
     path = directory / "verify.onnx"
     path.write_bytes(path.read_bytes().replace(b"weights.bin", b"weights.bim", 1))
 

@@ -55,8 +55,8 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def plain(
     family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Path]:
-    """Directories whose verify has no quantized weights, of models with norms of queries and keys,
-    heads of 24 numbers, and one KV head; and one with a draft of all layers in 4 bits."""
+    """Directories without quantized weights in the verify graph, of models with norms of queries
+    and keys, heads of 24 numbers, and one KV head; and one with a draft of all layers in 4 bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
     names = ("qwen3-bias", "llama-head-dim", "mistral")
@@ -144,8 +144,8 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
 def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
     found: dict[str, Any],
 ) -> None:
-    """For prompts, chains, trees and rows, with kept levels and with fused blocks. If all levels
-    are kept, calls of any number of nodes have equal bits."""
+    """Results agree for prompts, chains, trees and rows, with kept levels and with fused blocks. If
+    all levels are kept, calls of any number of nodes have equal bits."""
     assert len(found["engines"]) == 5 and found["bits"] == [True, None, None, None, None]
     for engines in found["engines"]:
         assert len(engines["difference"]) == 9

@@ -60,7 +60,8 @@ def offered(cls: type) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("cls", fake.CLASSES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("version", ALL)
 def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None:
-    """Its methods have the parameters of an overload of the real ones, with the same names."""
+    """The fake's methods have the parameters of an overload of the real methods, with the same
+    names."""
     api = load(version)
     rtx_only = RTX_ONLY.get(cls.__name__, set())
     for name, member in offered(cls):

@@ -219,7 +219,7 @@ def test_one_kernel_computes_every_token_whatever_is_drafted(
     staged: Callable[[int], Path], exact: bool | None
 ) -> None:
     """Rounds, trees, plain decoding and the last slots of the cache run in one context; only
-    prompts have another."""
+    prompts have another context."""
     directory = staged(1)
     expected = eesd.load(directory, "ort", speculation=None, threads=1)
     llm = eesd.load(
@@ -255,8 +255,8 @@ def few_slots(
 def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
 ) -> None:
-    """Other numbers of slots may have other kernels, so a round ends before a token that plain
-    decoding computes with another number."""
+    """For a different number of slots, other kernels may run, so a round ends before a token that
+    plain decoding computes with a different number."""
     passes: list[int] = []
     original = DeviceEngine._step
 
@@ -327,7 +327,7 @@ def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slot
 
 @pytest.mark.usefixtures("installed")
 def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) -> None:
-    """Their tokens may depend on the drafts."""
+    """The tokens of such rounds may depend on the drafts."""
     llm = eesd.load(
         few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False
     )
@@ -528,8 +528,8 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
 def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(
     staged: Callable[[int], Path], stages: int
 ) -> None:
-    """It needs no TensorRT library: none is installed here. The memory may be a buffer for each
-    layer."""
+    """An embedded LLM needs no TensorRT library: none is installed here. The memory may be a buffer
+    for each layer."""
     directory = staged(stages)
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(
         PROMPTS[1], max_new_tokens=60
@@ -821,7 +821,7 @@ def test_unusable_plans_are_refused_with_a_remedy(
 def test_plans_are_refused_on_gpus_without_kernels_for_them(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT-RTX has no kernels for data centre GPUs, and Turing none for bfloat16."""
+    """TensorRT-RTX has no kernels for data centre GPUs, and no bfloat16 kernels for Turing."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     for gpu in ("9.0", "10.0", "7.5"):
         monkeypatch.setattr(trt_plans, "compute_capability", lambda gpu=gpu: gpu)
@@ -894,7 +894,7 @@ def test_plans_without_weights_get_those_of_the_directory(
 def test_nvtx_ranges_are_paired_in_the_order_of_calls(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """For single requests and a batch, also if a call fails."""
+    """Ranges are paired for single requests and a batch, even if a call fails."""
     ranges: list[str] = []
     monkeypatch.setattr(
         torch.cuda.nvtx,

@@ -104,8 +104,8 @@ def test_those_of_stages_are_single_kernels(
 def test_those_of_other_drafts_are_single_kernels(
     family_dir: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
-    """Drafts by a head with a deep cache, the whole model in 4 bits, a model's own exit, and an
-    EAGLE-3 head; and no draft."""
+    """The drafts are those of a head with a deep cache, the whole model in 4 bits, a model's own
+    exit, and an EAGLE-3 head; one directory has no draft."""
     model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=1.0, seed=0, head_dim=16)
     add_tokenizer(model)
     deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "deep")
@@ -168,7 +168,7 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(
 def dequantized(
     directory: Path, change: Callable[[Any, Path], None] = lambda *_: None
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Axis and shape of the scales in verify, after a change of the graph."""
+    """Axis and shape of the scales in the verify graph, after a change of the graph."""
     model = onnx.load(directory / "verify.onnx", load_external_data=False)
     change(model, directory)
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
@@ -199,8 +199,8 @@ def test_manifest_records_the_plans(built: Path) -> None:
 def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other tools can build it unchanged: its caches have a fixed length, and it uses the weights
-    of the directory. With the inputs of ``examples/polygraphy`` it gives the results of the
+    """Other tools can build this graph unchanged: its caches have a fixed length, and it uses the
+    weights of the directory. With the inputs of ``examples/polygraphy`` it gives the results of the
     exported graph."""
     trt = pytest.importorskip("tensorrt_rtx")
     manifest = load_manifest(copy)
@@ -279,7 +279,8 @@ def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.Monkey
 def test_the_source_of_plans_without_weights_is_recorded(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The builder, which has no GPU here, does not strip them. They need little disk space."""
+    """The builder, which has no GPU here, does not strip the plans. Stripped plans need little disk
+    space."""
     options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
     original = plans._config
 
@@ -370,7 +371,7 @@ def test_unusable_options_are_refused(
 def test_plans_that_this_machines_gpu_cannot_run_are_not_built(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are built if other GPUs are named."""
+    """The plans are built if other GPUs are named."""
     monkeypatch.setattr(plans, "compute_capability", lambda: "9.0")
     assert_refused(
         run(main, built),

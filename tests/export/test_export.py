@@ -126,8 +126,8 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert not model.functions and all(node.domain == "" for node in model.graph.node)
     caches = len(model.graph.input) // 2 - 2
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
-    # TensorRT's parser accepts only one output of Attention. In verify, the last exit block only
-    # writes its caches.
+    # TensorRT's parser accepts only one output of Attention. In the verify graph, the last exit
+    # block only writes its caches.
     assert [len(node.output) for node in attention] == [1] * (
         caches if name == "draft.onnx" else caches - 1
     )
@@ -213,7 +213,7 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(
 def test_heads_are_apart_or_folded_with_the_same_bits(
     exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Calls with many nodes keep query heads apart; graphs of plans never do."""
+    """Calls with many nodes keep query heads separate; graphs of plans never do."""
     directory = exported("llama-head-dim")
     manifest = load_manifest(directory)
     folded = tmp_path / "folded"
@@ -293,7 +293,7 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
 def test_engines_of_trained_heads_generate_the_tokens_of_transformers(
     family_dir: FamilyDir, tmp_path: Path, blocks: int, own_lm_head: bool
 ) -> None:
-    """By plain decoding, chains and trees."""
+    """The tokens come from plain decoding, chains and trees."""
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--check")

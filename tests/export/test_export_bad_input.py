@@ -108,7 +108,7 @@ def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name:
 
 
 def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> None:
-    """In huggingface_hub's layout. One that is not in the cache is refused."""
+    """The cache has huggingface_hub's layout. A head that is not in the cache is refused."""
     snapshot = tmp_path / "cache/hub/models--somebody--head/snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "exit_head.json").write_text("{}")
@@ -195,7 +195,7 @@ def test_engine_directory_of_any_version_is_replaced_with_its_plans(
 
 @needs_operators()
 def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy: Path) -> None:
-    """Those of the last export are deleted with it, and a check of the files ignores them."""
+    """Packed weights are deleted with their export, and a check of the files ignores them."""
     manifest = load_manifest(engine_copy)
     (packed,) = engine_copy.glob("cpu-*")
     assert build_for_cpu(engine_copy, manifest) == packed
@@ -245,7 +245,7 @@ EXPORT = [sys.executable, "-m", "eesd.export.cli"]
 
 
 class Failure(NamedTuple):
-    """Function ``name`` of ``owner`` raises ``error`` on its ``call``-th call."""
+    """Make function ``name`` of ``owner`` raise ``error`` on its ``call``-th call."""
 
     owner: Any
     name: str

@@ -97,7 +97,7 @@ TARGETS = [
 
 
 class World:
-    """A directory with files of EESD and foreign ones, with a record of the latter."""
+    """A directory with files of EESD and foreign files, and a record of the foreign files."""
 
     def __init__(self, root: Path, engine: Path, random: Random) -> None:
         self.root = root

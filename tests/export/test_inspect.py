@@ -153,8 +153,8 @@ def shaped(
 
 
 def test_the_constants_give_the_times_that_the_h200_measured() -> None:
-    """For whole passes, and for products with fewer bits, which take longer than reading their
-    bytes."""
+    """The times are those of whole passes, and of products with fewer bits, which take longer than
+    reading their bytes."""
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }
@@ -202,8 +202,8 @@ def test_cost_models_of_gpus_are_predictions() -> None:
 def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
-    """A tied embedding table is the LM head of verify, and of a draft without a separate LM head. A
-    copy in 4 bits is separate."""
+    """A tied embedding table is the LM head of the verify graph, and of a draft without a separate
+    LM head. A 4-bit copy is separate."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(
@@ -238,7 +238,7 @@ def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Pa
 
 
 def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
-    """For the draft: its blocks and the LM head, not the embedding table."""
+    """The draft's products are those of its blocks and the LM head, not the embedding table."""
     manifest = load_manifest(engine)
     geometry = manifest.geometry
     blocks = manifest.exit_head.layer + manifest.exit_head.blocks
@@ -284,7 +284,7 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
 
 
 def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
-    """Fewer for verify; the draft reads a cache of 4096 slots in place."""
+    """Verify passes read fewer slots; the draft reads a cache of 4096 slots in place."""
     manifest = replace(load_manifest(engine), max_seq_len=4096)
     options = ("--predict", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
     most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
@@ -301,8 +301,8 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
 def test_a_model_is_predicted_before_its_export(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """config.json is enough. The draft is the one that the export would choose: all layers in 4
-    bits, or the model's head."""
+    """The prediction needs only config.json. The draft is that of the export: all layers in 4 bits,
+    or the model's head."""
     model = family_dir("qwen2")
     plans = tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
@@ -339,7 +339,7 @@ def test_a_model_is_predicted_before_its_export(
 def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The levels of 8 bits are counted once (the draft reads 4 bits of them), with their scales."""
+    """The 8-bit levels are counted once (the draft reads 4 of the 8 bits), with their scales."""
     options = ("--exit-head", "quantized", "--dtype", "float32", "--quantize", "int8")
     manifest = load_manifest(export_engine(family_dir("qwen2"), tmp_path / "plans", *options))
     weights = {
@@ -415,7 +415,7 @@ def test_page_on_ranks_shows_predictions_and_memory() -> None:
 
 
 def test_page_shows_the_predictions() -> None:
-    """Milliseconds, and the best speed-ups."""
+    """The page shows milliseconds, and the best speed-ups."""
     manifest = shaped(LLAMA_3_8B, ExitConfig(4))
     _, after = PAGE.read_text().split("## Other GPUs\n")
     table = [line for line in after.splitlines() if line.startswith("| ")][1:]

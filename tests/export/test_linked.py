@@ -113,8 +113,8 @@ def test_backends_compute_the_same_with_links(
 def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """Its levels are in weights.bin; verify reads the checkpoint's files. The tokens are those of
-    plain decoding."""
+    """The draft's levels are in weights.bin; the verify graph reads the checkpoint's files. The
+    tokens are those of plain decoding."""
     directory = export_engine(
         family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights"
     )
@@ -138,7 +138,7 @@ def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
 def test_linked_graphs_of_other_families_pass_the_parity_check(
     family_dir: FamilyDir, tmp_path: Path, family: str
 ) -> None:
-    """Families with tied embeddings and with biases."""
+    """The families have tied embeddings and biases."""
     directory = export_engine(
         family_dir(family), tmp_path / "plans", "--link-weights", "--check", "--stages", 2
     )
@@ -170,7 +170,8 @@ def test_exit_head_of_another_type_is_copied(tmp_path: Path) -> None:
 def test_unaligned_tensors_are_copied(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """torch cannot map them. One more byte in the header moves all tensors of a file."""
+    """torch cannot map unaligned tensors. One more byte in the header moves all tensors of a
+    file."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
     path = model / sorted(load_manifest(pair[1]).linked)[0]
     data = path.read_bytes()
@@ -303,7 +304,7 @@ def test_linked_export_is_replaced_unless_it_holds_other_files(linked: Path) -> 
 def test_plans_of_copied_and_linked_weights_are_alike(
     family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """They have almost the same size, and the same fused kernels."""
+    """Both have almost the same size, and the same fused kernels."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     from eesd.export.build import main as build_main
 

@@ -209,7 +209,7 @@ def test_check_without_a_gpu_reports_that_it_was_skipped(
 def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first difference is named: here on texts longer than those for the graphs."""
+    """The first difference is named, here on texts longer than the texts for the graphs."""
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")
@@ -269,7 +269,7 @@ def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> No
 @needs_operators()
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gpt_oss", "gemma3_text"))
 def test_exports_of_families_in_16_bits_pass(tmp_path: Path, model_type: str) -> None:
-    """Constants of the families' own parts have 16 bits, too."""
+    """Constants of the families' own parts also have 16 bits."""
     case = next(
         case
         for case in family_cases(model_type, 20, seed=5)

@@ -269,7 +269,7 @@ def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(
 def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
     built: Callable[..., Built],
 ) -> None:
-    """No attention for one node can read it in place."""
+    """No one-node attention can read a long cache in place."""
     manifest, plans = built(slots=2 * LONG_CACHE)
     layers = plans["draft.onnx"]
     size = cache_bytes(manifest)
@@ -282,8 +282,8 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     tmp_path: Path, slots: int
 ) -> None:
-    """With the widths of 8B, so that a layer has the ratio of weights and caches of the whole
-    model."""
+    """The widths are those of 8B, so that a layer has the whole model's ratio of weights and
+    caches."""
     model = write_checkpoint(
         tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
     )
@@ -340,7 +340,7 @@ def test_attention_is_one_kernel_in_every_layer_and_profile(
 def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a plan is slower only where no kernel exists. The manifest promises no kernels."""
+    """So a plan is slower only if a kernel does not exist. The manifest promises no kernels."""
     directory = export_engine(
         family_dir("qwen2"),
         tmp_path / "plans",
@@ -365,7 +365,7 @@ def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are
 
 @pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))
 def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built], kind: str) -> None:
-    """A profile of another kind would store them twice."""
+    """A profile of a different kind would store the weights twice."""
     manifest, _ = built(kind)
     for graph in manifest.graphs:
         assert manifest.plans[graph.file].size < 1.1 * weight_bytes(manifest, graph) + 3_000_000, (

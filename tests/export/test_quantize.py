@@ -68,8 +68,8 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
-    """The levels as the ONNX format defines them: the first of two values of 4 bits is in the low
-    half of the byte."""
+    """The levels as the ONNX format defines them: the first of two 4-bit values is in the low half
+    of the byte."""
     data = stored.tobytes()
     if kind == "int8":
         return np.frombuffer(data, np.int8).reshape(shape).astype(np.int16)
@@ -103,7 +103,7 @@ def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4"])
 def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None:
-    """With an odd number of outputs."""
+    """The number of outputs is odd."""
     weight = random_weight(37, 7 * BLOCK, dtype)
     quantized = quantize(weight, kind, dtype)
     scales = quantized.scales
@@ -125,7 +125,7 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
 def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: str) -> None:
-    """In squared error: much closer overall, and not much worse in any block. No weight is far
+    """The squared error is much smaller overall, and not much larger in any block. No weight is far
     off."""
     # Without the rows whose scales float16 rounds coarsely.
     weight = random_weight(64, 8 * BLOCK, dtype)[20:]
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> N
 def test_weights_that_float16_cannot_hold_are_refused(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """int8 has float32 scales, and accepts them."""
+    """int8 has float32 scales, and accepts such weights."""
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -236,7 +236,8 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(
 def test_onnx_runtime_widens_weights_when_it_loads_them(
     exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    """Products in float32: four for each layer, keys and values of the exit head, the LM head."""
+    """The float32 products are four for each layer, keys and values of the exit head, and the LM
+    head."""
     directory = exported("qwen2", kind, *options)
     made: list[ort.SessionOptions] = []
     original = ort.SessionOptions
@@ -322,7 +323,8 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
 def test_the_draft_of_a_large_model_has_4_bits(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symmetric, as TensorRT requires. Verify keeps its 16 bits."""
+    """The draft's levels are symmetric, as TensorRT requires. The verify graph keeps 16-bit
+    weights."""
     monkeypatch.setattr(make, "LARGE_MODEL", 1000)
     plans = export_engine(family_dir("llama-tied"), tmp_path / "plans", "--dtype", "float16")
     found = load_manifest(plans).quantization
@@ -518,8 +520,8 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     tmp_path: Path,
 ) -> None:
-    """For verify, and for the draft of the whole model, with four layers of the bundled model. The
-    same text gives the same files."""
+    """This holds for the verify graph and for the draft of the whole model, with four layers of the
+    bundled model. The same text gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")
@@ -584,7 +586,8 @@ LEVELS = {"fp8": (FP8, ml_dtypes.float8_e4m3fn, 256), "nvfp4": (FP4, ml_dtypes.f
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
-    """They are the nearest values that another library decodes with these scales."""
+    """Another library decodes these scales and all levels; the chosen levels have the nearest
+    values."""
     levels, numbers, count = LEVELS[kind]
     stored = random_weight(37, 96, dtype)
     weight = to_float32(stored)
@@ -595,7 +598,7 @@ def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
     nearest = np.abs(grid * scales - weight[:, :, None]).min(2)
     values = dequantize(found, levels).T
     np.testing.assert_allclose(np.abs(values - weight), nearest, rtol=1e-5, atol=1e-12)
-    if kind == "nvfp4":  # the better end of the range for a block, of all scales
+    if kind == "nvfp4":  # scales are nearly as good as the best ones
         assert found.factor is not None and np.log2(float(found.factor)) % 1 == 0
         blocks = weight.reshape(37, 6, 16)
         every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(
@@ -722,7 +725,8 @@ def test_commands_name_the_types_as_the_options_do(exported: Export) -> None:
 
 
 def test_a_manifest_with_other_small_floats_is_refused(exported: Export, tmp_path: Path) -> None:
-    """Minimums, other blocks, or scales of another type than the export writes."""
+    """The manifest has minimums, other blocks, or scales of a type that the export does not
+    write."""
     for number, (name, value) in enumerate(
         (("minimums", True), ("block", 64), ("scales", "float16"))
     ):

@@ -64,7 +64,7 @@ def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits
 both = pytest.mark.parametrize(
     "limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)]
 )
-"""Few cases in ``make test``, many in ``make test-slow``."""
+"""Settings for few cases in ``make test``, and many in ``make test-slow``."""
 
 
 @both

@@ -95,7 +95,7 @@ def test_cached_steps_have_the_logits_of_transformers(pair: Pair) -> None:
 
 
 def test_rejected_tokens_in_the_caches_do_not_matter(pair: Pair) -> None:
-    """The next chunk overwrites some of them and masks the others."""
+    """The next chunk overwrites some rejected tokens and masks the others."""
     tokens = random_tokens(1, 16)
     rejected = random_tokens(1, 9, seed=2)
     _, caches = prompt_pass(pair.decoder, torch.cat([tokens[:, :6], rejected], dim=1), slots=18)
@@ -216,7 +216,8 @@ def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
 
 
 def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
-    """The draft runs token by token, verify in one pass, on a prompt and its continuation."""
+    """On a prompt and its continuation, the draft graph runs token by token, the verify graph in
+    one pass."""
     tokens = random_tokens(2, 11)
     verified = graphs.caches()
     drafted = graphs.draft_part(graphs.caches())
@@ -301,7 +302,7 @@ def test_packed_weights_have_the_rows_of_their_parts() -> None:
     config = ExitConfig(1)
     apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
     packed = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False)
-    # Verify computes only keys and values there.
+    # The verify graph computes only keys and values there.
     assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed
     for name, shape in packed.items():
         parts = [apart[part] for part in parts_of(name)]

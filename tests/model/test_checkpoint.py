@@ -250,7 +250,7 @@ def test_unsupported_configs_are_refused(
 
 @pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
 def test_a_truncate_that_transformers_overlooks_is_refused(tmp_path: Path, model_type: str) -> None:
-    """transformers looks for it beside the kinds of layers:
+    """transformers looks for this field next to the kinds of layers:
     ``config.rope_parameters.get("truncate", True)``."""
     default = {"rope_type": "default", "rope_theta": 1e4}
     full: dict[str, Any] = default | {
@@ -280,8 +280,8 @@ def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(
 
 
 def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_dir: Path) -> None:
-    """transformers' Llama has no mask for it, but its KV cache uses it: ``generate`` gives other
-    tokens than full attention."""
+    """transformers' Llama has no mask for the window, but its KV cache uses it, so ``generate`` and
+    full attention give different tokens."""
     edit_json(model_dir / "config.json", sliding_window=24)
     assert load_config(model_dir).max_positions == 24
 
@@ -298,7 +298,8 @@ def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Pat
 def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(
     model_dir: Path,
 ) -> None:
-    """Their frequencies change when a text grows, which would invalidate keys in the KV cache."""
+    """The frequencies of such scalings change when a text grows, which would invalidate keys in the
+    KV cache."""
     edit_json(model_dir / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
     config = load_config(model_dir)
     assert (config.max_positions, config.geometry.rope_scaling) == (256, None)

@@ -84,7 +84,7 @@ def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
-    """Joint tensors are what transformers has in memory, and also reads."""
+    """transformers has joint tensors in memory, and can also read them."""
     fused = Path(shutil.copytree(model, tmp_path / "fused"))
     tensors = dict[str, Tensor]()
     experts = SIZES["num_local_experts"]

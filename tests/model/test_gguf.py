@@ -334,7 +334,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
 
 
 def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
-    """So an exit head trained for one fits the other."""
+    """So an exit head trained for one also fits the other."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0", table="Q8_0"))
     directory = save(transformers_reads(path), tmp_path / "directory")
     assert Checkpoint(path).fingerprint() == Checkpoint(directory).fingerprint()
@@ -530,7 +530,7 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
-    """Also with any bytes as scales and minimums, which have 4 to 8 bits in K-quants."""
+    """This holds for any bytes as scales and minimums, which have 4 to 8 bits in K-quants."""
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )
@@ -618,7 +618,7 @@ def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
 
 
 def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> None:
-    """TensorRT can build plans from them."""
+    """TensorRT can build plans from such engines."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16")
     assert load_manifest(directory).quantization == UNQUANTIZED
@@ -905,7 +905,7 @@ def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, A
 def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
     tmp_path: Path,
 ) -> None:
-    """As in files of Gemma 2 that an older converter wrote."""
+    """Files of Gemma 2 that an older converter wrote have such ends."""
     [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
     template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
     assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))
@@ -943,8 +943,8 @@ def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, nam
 
 
 def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> None:
-    """Here at a token that is named in no metadata: the likeliest first token, called
-    ``<|fim_pad|>``."""
+    """Here the text stops at the likeliest first token, called ``<|fim_pad|>``, which no metadata
+    names."""
     path = gguf_files.write(tmp_path / "first.gguf", Spec())
     plain = eesd.load(export_engine(path, tmp_path / "first")).generate([40, 77], max_new_tokens=6)
     end = next(token for token in plain.tokens if token >= len(SPECIAL))

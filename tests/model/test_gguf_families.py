@@ -54,7 +54,7 @@ def floats(*shape: int) -> Any:
 
 
 def cohere(name: str, **more: Any) -> Spec:
-    """As the converter writes it, without rotary scaling and LayerNorms with biases."""
+    """The file is as the converter writes it, without rotary scaling and LayerNorms with biases."""
     own: dict[str, Any] = {"attention.layer_norm_rms_epsilon": None}
     own["attention.layer_norm_epsilon"] = 1e-3
     own |= {"logit_scale": 0.3, "rope.scaling.type": "none", "rope.dimension_count": 64} | more
@@ -212,7 +212,7 @@ def test_other_numbers_of_xielu_are_refused(
 
 
 def test_norms_of_queries_and_keys_of_command_r_are_refused(tmp_path: Path) -> None:
-    """They differ between heads."""
+    """These norms differ between heads."""
     norm = np.ones((HEADS, HIDDEN // HEADS), np.float32)
     spec = cohere("command-r")
     tensors = dict(spec.tensors) | of_blocks(attn_q_norm__weight=norm)

@@ -276,8 +276,8 @@ def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor
 def test_rounds_draft_what_the_paper_says(
     exported: Path, model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After prompts, committed chains, and trees whose path was moved; for chains, and for two
-    tokens of one level."""
+    """Drafts are compared after prompts, committed chains, and trees whose path was moved, for
+    chains and for two tokens of one level."""
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     made, states, tokens = reference(exported, model)
@@ -318,7 +318,7 @@ def test_rounds_draft_what_the_paper_says(
 
 
 def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
-    """Rounds of three drafts by the reference, compared with those of the engines."""
+    """Rounds of three drafted tokens by the reference are compared with rounds of the engines."""
     model = tiny_models.build(
         tmp_path / "model", 97, layers=7, damping=0.3, seed=0, head_dim=12, kv_heads=1
     )
@@ -381,7 +381,7 @@ def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) ->
 
 @heads("specforge")
 def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
-    """Also with kept prefixes, including their states."""
+    """This holds even with kept prefixes, including their states."""
     llm = load(
         exported / "plans",
         "ort",
@@ -427,7 +427,7 @@ def test_a_4_bit_draft_with_an_8_bit_cache(exported: Path, model: Path, tmp_path
 def test_a_linked_model_gets_a_copy_of_the_head(
     exported: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Its file has the name of the model's."""
+    """The head's file has the same name as the model's."""
     command = (
         "--model",
         model,
@@ -564,7 +564,7 @@ def test_impossible_heads_are_refused(
 
 
 def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
-    """With the same geometry; only the fingerprint differs."""
+    """The geometry is the same; only the fingerprint differs."""
     checkpoint = Checkpoint(family_dir("mistral"))
     other = Checkpoint(build(FAMILIES["mistral"], tmp_path / "other", seed=1))
     save_exit_head(make_head(checkpoint), tmp_path / "head")

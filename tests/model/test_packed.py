@@ -463,7 +463,7 @@ def test_levels_are_stored_as_they_are_or_dequantized(
 def test_export_computes_with_the_levels(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """With the logits of an export of the values."""
+    """The logits are those of an export of the dequantized values."""
     packed, values, _ = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--check")
     reference = export_engine(values, tmp_path / "reference")
@@ -653,8 +653,8 @@ def test_damaged_weights_are_refused(
 def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """With a layer without levels, as some publishers leave the first one, and with ``act-order``
-    that the config does not mention."""
+    """One model has a layer without levels, as some publishers leave the first layer; another has
+    ``act-order`` that the config does not mention."""
     plain = {
         "qweight": None,
         "qzeros": None,

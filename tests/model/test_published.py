@@ -79,7 +79,8 @@ def parameters(config: dict[str, Any], directory: Path) -> int:
 
 
 def test_every_family_has_its_checkpoints() -> None:
-    """Five of the families with many models, and at least one of the others."""
+    """There are five checkpoints of each family with many models, and at least one of every other
+    family."""
     counts = {
         kind: sum(entry["config"]["model_type"] == kind for entry in CONFIGS.values())
         for kind in FAMILIES
@@ -122,7 +123,7 @@ LARGEST = {
 def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
     family: str, tmp_path: Path
 ) -> None:
-    """For the first layers, up to one of each kind."""
+    """The graphs have the first layers, up to one of each kind."""
     manifest = outlined(str(write(tmp_path, unquantized(LARGEST[family]))))
     whole = manifest.geometry
     layers = (
@@ -326,8 +327,8 @@ def write_images(directory: Path, name: str, tied: bool) -> Any:
     ],
 )
 def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, tied: bool) -> None:
-    """With tensor names of both layouts, and with only the differences from the defaults in
-    text_config."""
+    """This holds for tensor names of both layouts, and for a text_config with only the differences
+    from the defaults."""
     model = write_images(tmp_path, name, tied)
     path = tmp_path / "config.json"
     stored = load_file(tmp_path / "model.safetensors")
@@ -356,7 +357,7 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
 
 
 def test_a_published_config_leaves_most_fields_to_the_defaults(tmp_path: Path) -> None:
-    """The config of google/gemma-3-4b-it, from memory."""
+    """The config is that of google/gemma-3-4b-it, from memory."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

@@ -189,7 +189,7 @@ def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_kernels_for_arm_give_the_same_bits(
     arm_check: tuple[Path, str], processor: str, fastest: str
 ) -> None:
-    """Products of matrices, dot products, and plain C++ alone."""
+    """The kernels are those with matrix products, with dot products, and plain C++."""
     program, expected = arm_check
     done = subprocess.run(
         ["qemu-aarch64", "-cpu", processor, program, EMULATED], capture_output=True, text=True

@@ -53,7 +53,7 @@ def state_at(cache: Cache, slot: int, head_dim: int) -> NDArray[np.float32]:
 def test_states_are_written_and_carried(
     tmp_path: Path, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
-    """With two sequences in one call: a state after a prompt is that of every drafted token, and
+    """A call has two sequences: the state after a prompt is that of every drafted token, and
     nothing else is changed."""
     write, carry = (
         session(tmp_path / kind, kind, kv_heads, head_dim, dtype=dtype)
@@ -103,7 +103,8 @@ def test_states_are_written_and_carried(
 
 @pytest.mark.parametrize("size", [7, 32, 64, 90])
 def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: int) -> None:
-    """Over several layers, in chains and trees. The first token of a text has no predecessor."""
+    """States span several layers, in chains and trees. The first token of a text has no
+    predecessor."""
     kv_heads = 2
     head_dim = 8
     write = session(tmp_path / "write", "WriteState", kv_heads, head_dim, size=size)

@@ -861,7 +861,7 @@ def test_bad_ids_are_refused(tmp_path: Path) -> None:
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Numbers of a weight are changed at random: if they are accepted, the weight has the size that
-    they say."""
+    they give."""
     random = np.random.default_rng(5)
     product = Product(parts(seeded(), 64, "bits4"))
     packed = pack(product.parts[0])
@@ -911,7 +911,7 @@ def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str])
 def test_a_row_that_is_not_finite_gives_nan(
     tmp_path: Path, names: list[str], form: str, fine: bool, minimums: bool, value: float
 ) -> None:
-    """At any place of the value. Other rows keep their bits."""
+    """This holds wherever the non-finite value is. Other rows keep their bits."""
     product = Product([random_weight(seeded(form), form, 96, 49, fine, NARROW, minimums)])
     expected = product.specified(True)
     spoilt = range(0, MOST, 3)

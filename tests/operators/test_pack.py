@@ -48,7 +48,7 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
-"""Where the float16 of a block are."""
+"""Offsets of the float16 values in a block."""
 FORMATS = {"Q5_0": BITS5, "Q5_1": BITS5, "Q5_K": BITS5, "Q6_K": BITS6, "Q8_0": BITS8}
 SPLITS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -97,7 +97,7 @@ def assert_equal(found: Packed, expected: Packed) -> None:
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("rows, inputs", [(1, 256), (33, 1280)])
 def test_blocks_of_a_file_become_panels(tmp_path: Path, kind: str, rows: int, inputs: int) -> None:
-    """Their scales stay integers and factors where the file has them so."""
+    """Scales that are integers and factors in the file stay so."""
     blocks = random_blocks(kind, rows, inputs)
     packed = pack_gguf(blocks, kind, (rows, inputs))
     levels, scales, minimums = levels_of(kind, blocks)
@@ -227,7 +227,8 @@ def test_without_the_library_a_sentence_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizers: str) -> None:
-    """All types and odd sizes in memory of just their size, on several threads; wrong sizes."""
+    """Blocks of all types and odd sizes are packed on several threads, in memory of exactly their
+    size; wrong sizes are tried."""
     sources = Path(operators.__file__).parents[1] / "operators"
     files = [sources / "pack.cpp", Path(__file__).with_name("check_pack.cpp")]
     flags = [

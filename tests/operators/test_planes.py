@@ -1,5 +1,5 @@
-"""A draft that is the whole model reads the upper half of 8-bit weights; verify reads both halves
-and has its usual bits."""
+"""A draft that is the whole model reads the upper half of 8-bit weights; the verify graph reads
+both halves and gives its usual bits."""
 
 import shutil
 from collections.abc import Callable
@@ -191,7 +191,7 @@ def upper_values(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Path) -> None:
-    """The logits of a model with these weights."""
+    """The drafts have the logits of a model with these weights."""
     model = build(FAMILIES["llama-bias"], tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     halved = {

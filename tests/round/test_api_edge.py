@@ -63,7 +63,7 @@ def test_prompts_of_numpy_integers_and_tuples_are_token_ids(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [[], "", np.zeros(0, np.int64)], ids=repr)
 def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
-    """The text model adds no token of its own."""
+    """The tokenizer of the text model adds no tokens."""
     refused(lambda: llm.generate(prompt), "prompt is empty")
 
 
@@ -425,7 +425,7 @@ EXTREMES = st.fixed_dictionaries(
 def test_extreme_sampling_options_are_lossless(
     llm: LLM, options: dict[str, Any], width: int
 ) -> None:
-    """No value overflows or warns, and none underflows so that tokens change."""
+    """No value overflows or causes a warning, and no underflow changes tokens."""
     sampling = eesd.Sampling(**options)
     drafting = llm.with_speculation(Speculation("fixed:k=3", tree=width, guard=False))
     plain, drafted = (

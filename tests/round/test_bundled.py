@@ -20,7 +20,7 @@ def test_a_few_prompts_are_lossless(bundled: Path, sampling: Sampling) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "sampling"), [*enumerate(SAMPLINGS)], ids=str)
 def test_every_prompt_is_lossless(bundled: Path, number: int, sampling: Sampling) -> None:
-    """Each prompt with one of the samplings."""
+    """Each prompt is decoded with one of the samplings."""
     texts = prompts()
     assert len(texts) >= 50
     assert_lossless(bundled, texts[number :: len(SAMPLINGS)], sampling, 128)

@@ -1,4 +1,4 @@
-"""Drafting changes no bit of the logits that choose a token, and the checks of this notice a
+"""Drafting changes no bit of the logits that choose a token, and the checks for this detect any
 change."""
 
 import json
@@ -158,7 +158,7 @@ def test_drafting_chains_changes_no_bit(
 def test_trees_have_the_bits_of_chains(
     exported: Export, kind: str, speculation: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No path is cut, whether activations are rounded to int8 or not, over caches of all types."""
+    """With caches of all types, with int8 and float32 activations, no path is cut."""
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda *_: 1 / 0)
     for activations, kv_cache_dtype in (
         ("int8", "float32"),

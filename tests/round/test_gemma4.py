@@ -1,5 +1,5 @@
-"""Gemma 4: layers of other shapes, layers that read the keys and values of others, and inputs of
-layers, on each backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
+"""Gemma 4: layers of other shapes, layers that read the keys and values of other layers, and inputs
+of layers, on each backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
 
 import json
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def test_drafting_gives_the_tokens_of_plain_decoding(
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_a_batch_gives_the_tokens_of_each_request_alone(place: Path, backend: str) -> None:
-    """Rows that draft, prompts in pieces of 16 tokens, and beginnings that were kept."""
+    """The batch has rows that draft, prompts in pieces of 16 tokens, and kept beginnings."""
     llm = eesd.load(place / "plans", backend, threads=1)
     given = list(requests(12, seed=7))
     scheduler = Scheduler(llm, OPTIONS)
@@ -134,7 +134,7 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 def test_a_teacher_computes_the_model(
     place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With caches, as on CPUs, and without, as on GPUs."""
+    """The teacher runs with caches, as on CPUs, and without caches, as on GPUs."""
     made = partial(full_sequence_inputs, whole=whole)
     monkeypatch.setattr(teacher, "full_sequence_inputs", made)
     decoder = load_decoder(Checkpoint(place / "model"))
@@ -163,7 +163,7 @@ def test_rounded_caches_are_the_same_in_drafts_and_without(place: Path, kind: st
 
 
 def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
-    """From the model alone: the whole model in 4 bits drafts, and nothing."""
+    """The model alone is exported. The whole model in 4 bits drafts in the first run only."""
     ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
     model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
     drafts, plain = (

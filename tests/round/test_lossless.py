@@ -98,7 +98,7 @@ def test_an_exit_head_of_two_blocks_is_lossless(
 def test_a_draft_vocabulary_is_lossless(
     reduced_harness: Harness, name: str, width: int, spec: str
 ) -> None:
-    """Also if the draft cannot predict the verifier's token."""
+    """This holds even if the draft cannot predict the verifier's token."""
     stats = check_same_tokens(reduced_harness, PROMPTS[2], SAMPLINGS[name], controller(spec), width)
     assert 0 < stats.accepted_tokens < sum(stats.verified_at_depth)
     plain = generated(reduced_harness.session(PROMPTS[2], SAMPLINGS[name]))

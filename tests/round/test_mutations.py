@@ -66,7 +66,7 @@ REJECTION = Sampling(temperature=1.0, method="rejection")
 
 
 def caught() -> AbstractContextManager[Any]:
-    """The check fails, and for its proper reason."""
+    """The check must fail, and for the proper reason."""
     return pytest.raises(
         AssertionError,
         match=r"not follow|changed the tokens|changed the logits|Not equal to tolerance|miscounted",
@@ -180,7 +180,7 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
 ) -> None:
-    """The other mistakes cost acceptance only: the output does not depend on the drafts."""
+    """All other mistakes reduce only acceptance: the output does not depend on the drafts."""
     mutate(monkeypatch, owner, name, old, new)
     with caught():
         check_reduced_proposals(Sampling(temperature=1.0, repetition_penalty=1.5), count=8)
@@ -235,7 +235,7 @@ def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
 
 
 def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
-    """p = (.5, .5), q = (.9, .1), a drafted 1 is discarded: 0 comes with probability .55."""
+    """With p = (.5, .5), q = (.9, .1), and a drafted 1 discarded, 0 has the probability .55."""
     p = np.log(np.array([[0.5, 0.5]] * 2, np.float32))
     q = np.log(np.array([[0.9, 0.1]], np.float32))
     zeros = {True: 0, False: 0}
@@ -397,7 +397,7 @@ def test_a_mistake_in_the_tree_is_caught(
 def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    """These cost acceptance only, so only the draft's logits show them."""
+    """Such mistakes reduce only acceptance, so only the draft's logits show them."""
     mutate(monkeypatch, TokenSequence, "call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
@@ -468,8 +468,8 @@ def test_one_changed_bit_of_a_logit_is_caught(
 
 
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
-    """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then
-    has a single query."""
+    """Engines whose verify graph keeps heads separate, as the draft graph does: one token's
+    attention then has a single query."""
     monkeypatch.setattr(OnnxOperations, "_folded", lambda *_: False)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256)

@@ -129,7 +129,7 @@ def test_the_first_start_exports_and_later_ones_only_run(
 def test_a_first_start_needs_neither_torch_nor_transformers(
     first: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Nor does the exporting process, which is a separate one."""
+    """The exporting process, which is separate, does not need them, either."""
     (tmp_path / "sitecustomize.py").write_text(blocker(*HEAVY))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", RUN, "--model", model, *ASK, "--cache-dir", tmp_path / "cache"]

@@ -1,5 +1,5 @@
 """``examples/one_round.py`` and ``examples/embedding/cpp``, which are rounds without optimizations,
-are oracles for the runtime. The loop of ``examples/embedding/controllers.py`` is not EESD's."""
+are oracles for the runtime. ``examples/embedding/controllers.py`` has a loop that is not EESD's."""
 
 import json
 import shutil

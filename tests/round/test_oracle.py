@@ -232,7 +232,7 @@ FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
 
 
 def test_internlm3_as_published_is_that_of_transformers(tmp_path: Path) -> None:
-    """With the model's own names of two fields and of the class."""
+    """The config has the model's own names of two fields and of the class."""
     case = FamilyCase("internlm3", SMALL | {"attention_bias": True, "mlp_bias": True}, 1)
     config = case.write(tmp_path) / "config.json"
     saved = load_config(tmp_path)
@@ -268,7 +268,8 @@ def test_a_family_is_computed_as_transformers_does(
 def test_an_exported_family_generates_the_tokens_of_transformers(
     tmp_path: Path, model_type: str, number: int
 ) -> None:
-    """With drafts in trees, by a random head of the family's own blocks; and without drafts."""
+    """A random head with the family's own blocks drafts trees; plain decoding gives the same
+    tokens."""
     case = family_cases(model_type, 3, seed=3)[number]
     model = case.write(tmp_path / "model")
     positions = min(Checkpoint(model).config.max_positions, POSITIONS)
@@ -321,7 +322,7 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     )
     by_torch = Teacher(load_decoder(checkpoint), layers, 4, "float32")(ids[:1, :24])
     for layer in layers:
-        # Rounded by 8-bit activations.
+        # Logits are rounded by 8-bit activations.
         torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)
     with torch.enable_grad():
         distill(model, rows, tmp_path / "head", "--steps", 2, "--shared-lm-head")

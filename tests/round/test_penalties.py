@@ -122,7 +122,7 @@ def test_rejection_sampling_obeys_them(
 @pytest.mark.parametrize("name", ["presence", "bias", "all"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperature: float) -> None:
-    """Tokens without a column are left out; the others keep their biases."""
+    """Tokens without a column are left out; all other tokens keep their biases."""
     options = OPTIONS[name] | (
         {"logit_bias": {5: 2.0, 6: 2.5, 96: 1.0, 95: 3.0}} if "logit_bias" in OPTIONS[name] else {}
     )

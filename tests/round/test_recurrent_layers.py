@@ -172,7 +172,7 @@ def test_the_standard_graphs_and_the_operators_agree(place: Path, kind: Kind) ->
 def test_a_batch_gives_the_tokens_of_each_request_alone(
     place: Path, backend: str, plans: str
 ) -> None:
-    """Rows that draft, prompts in pieces of 16 tokens, and beginnings that were kept."""
+    """The batch has rows that draft, prompts in pieces of 16 tokens, and kept beginnings."""
     llm = eesd.load(place / plans, backend, threads=1)
     given = list(requests(12, seed=7))
     scheduler = Scheduler(llm, OPTIONS)
@@ -197,7 +197,8 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 def test_a_teacher_computes_the_model(
     place: Path, kind: Kind, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With caches that layers share, as on CPUs, and without, as on GPUs."""
+    """The teacher runs with caches that layers share, as on CPUs, and without caches, as on
+    GPUs."""
     made = partial(full_sequence_inputs, whole=whole)
     monkeypatch.setattr(teacher, "full_sequence_inputs", made)
     checkpoint = Checkpoint(place / "model")
@@ -227,7 +228,7 @@ def test_rounded_states_are_the_same_in_drafts_and_without(convolutions: Path, d
 
 
 def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
-    """From the model alone: the whole model in 4 bits drafts, and nothing."""
+    """The model alone is exported. The whole model in 4 bits drafts in the first run only."""
     ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
     model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
     drafts, plain = (
@@ -293,7 +294,7 @@ def assert_config_refused(
 
 
 def test_a_published_config_is_read(tmp_path: Path) -> None:
-    """With the fields of Liquid AI's, which transformers renames."""
+    """The config has the fields of Liquid AI's configs, which transformers renames."""
     config = {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
@@ -322,6 +323,6 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
 
 
 def test_a_head_needs_layers_with_attention(place: Path) -> None:
-    """Its blocks start from such layers."""
+    """The blocks of a head start from such layers."""
     with pytest.raises(EESDError, match="between 0 and 2 blocks"):
         make_initial_head(Checkpoint(place / "model"), ExitConfig(1, blocks=3))

@@ -58,8 +58,8 @@ def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     ("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"]
 )
 def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
-    """Each command with one of the ways: the code that opens and closes the streams is the same for
-    all commands."""
+    """Each command loses its output in one of the ways, because all commands open and close streams
+    with the same code."""
     redirection, words = lost
     done = in_shell(redirection, command)
     assert done.returncode == 2
@@ -216,8 +216,8 @@ def test_an_interrupt_while_one_is_handled() -> None:
 
 
 def test_a_storm_of_interrupts(engine: Path) -> None:
-    """At any moment of a command, and more than once, a signal gives an exit code of the shell, or
-    the work ends; there is no traceback."""
+    """After signals at any moment of a command, even several, the exit code is the shell's, or the
+    work ends; there is no traceback."""
     for delay in (0.05, 0.5, 1.1, 1.8):
         line = [
             sys.executable,
@@ -246,7 +246,7 @@ def test_a_storm_of_interrupts(engine: Path) -> None:
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
-    """The way in which a shell starts programs in the background."""
+    """A shell starts background programs with interrupts ignored."""
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from eesd import commands"
     check = (
         "import eesd.runtime.doctor as d; d.packages = lambda: "

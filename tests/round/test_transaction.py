@@ -146,7 +146,7 @@ def test_a_budget_learns_nothing_from_a_failing_round(
 
 
 def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
-    """Also between the chunks of a long prompt."""
+    """The failure may also come between the chunks of a long prompt."""
     prompt = [token % 97 for token in range(7, 307)]
     expected = generated(harness.session(prompt, new_tokens=8))
     for at in (1, 2, 3):

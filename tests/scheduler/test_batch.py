@@ -646,7 +646,7 @@ def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
         Request(
             tokens=list(range(1, 20 + 30 * (number % 3))),
             sampling=replace(SAMPLINGS[number % 4], seed=number),
-            max_new_tokens=(8, 150)[number % 2],  # after short texts, short ones are expected
+            max_new_tokens=(8, 150)[number % 2],  # after short texts, short texts are expected
             ignore_eos=True,
             logprobs=2,
             prompt_logprobs=1,

@@ -44,8 +44,9 @@ TREES = Speculation(tree=3)
 class Steps:
     """Calls over several rows, as rows, nodes and slots, and the needs of the longest row of each.
 
-    Attributes: verify, draft: The calls of each engine. needed: The calls of verify by the
-        documented rule.
+    Attributes:
+        verify, draft: The calls of each engine.
+        needed: The verify calls by the documented rule.
         captures: Number of captured CUDA graphs.
     """
 
@@ -222,7 +223,7 @@ SLOTS = (48, 96, 192, 400)
 def test_tokens_are_those_of_plain_decoding_on_the_cpu(
     harness: Harness, speculation: Speculation, levels: int | None
 ) -> None:
-    """Chains, trees and all samplings, short and long rows."""
+    """The tests have chains, trees and all samplings, and short and long rows."""
     given = [
         replace(request, max_new_tokens=min(request.max_new_tokens, 30))
         for request in requests(12, seed=5)
@@ -271,7 +272,8 @@ def test_within_a_bucket_a_row_has_the_same_bits_whatever_is_beside_it(harness: 
 
 
 def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
-    """Calls have all rows, and the bucket of the longest, so three nodes cost as much as four."""
+    """Calls have all rows, padded to the bucket of the longest row, so three nodes cost as much as
+    four."""
     with padded_device(harness.directory) as llm:
         verify = llm.engines.verify
         rule = Scheduler(llm, OPTIONS).rule
@@ -339,7 +341,7 @@ def show_padding_of_short_rows(patch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_noticed(
     harness: Harness, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """Rows of different lengths with a tree and a chain, in one call."""
+    """One call has rows of different lengths, with a tree and a chain."""
     tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
 
     def logits() -> list[Any]:

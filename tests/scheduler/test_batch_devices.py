@@ -36,7 +36,7 @@ def llm(harness: Harness) -> LLM:
 
 @pytest.fixture(scope="module")
 def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The same model with verify in three stages, each with separate caches."""
+    """The same model with a verify graph in three stages, each with separate caches."""
     model = harness.directory.parent / "model"
     directory = tiny_models.export_tiny(
         model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3
@@ -145,8 +145,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
-    """From a cache to one row and to another, in memory that grows. A row that starts again holds
-    no old values."""
+    """They are copied from a cache to one row and then to another, in memory that grows. A row that
+    starts again holds no old values."""
     manifest = replace(harness.manifest, dtype=dtype)
     streams = device_streams(1, "cpu")
     first, second = (RowMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
@@ -174,7 +174,7 @@ def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
 
 
 def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
-    """Batches draft chains, but rows take trees, too."""
+    """Batches draft chains, but rows can also run trees."""
     engine = llm.engines.verify
     seen = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
     caches = engine.new_kv_caches(3)

@@ -211,8 +211,8 @@ def test_prompts_share_calls_with_rows(llm: LLM, noted: Noted, levels: int | Non
 
 
 def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
-    """Four prompts without decoding rows; and one with a request of a single token, which needs no
-    prefill."""
+    """Four prompts run without decoding rows. One prompt runs with a request of a single token,
+    which needs no prefill."""
     given = [
         Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True)
         for n in (9, 8, 12, 7, 6)

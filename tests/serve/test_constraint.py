@@ -120,7 +120,7 @@ CLOSED = {"type": "object", "additionalProperties": False}
     ],
 )
 def test_the_texts_of_rules_for_keys(more: dict[str, Any], texts: list[str]) -> None:
-    """All texts that fit, and no other texts."""
+    """The grammar allows all texts that fit, and no other texts."""
     grammar = read_schema({**CLOSED, **more}, lenient=False)[1]
     made = GrammarConstraint(grammar, BYTES, [EOS], JSON_TOKENS)
     found = {random_bytes(made, random.Random(seed)) for seed in range(40)}
@@ -302,7 +302,8 @@ def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
 
 
 def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
-    """Also unsupported patterns. A schema without ``strict`` is not strict, as with OpenAI."""
+    """It may also have unsupported patterns. A schema without ``strict`` is not strict, as with
+    OpenAI."""
     unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
     pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
     counted = {"type": "object", "properties": dict.fromkeys("abcdefg", True), "maxProperties": 2}
@@ -562,8 +563,8 @@ def test_a_large_schema_is_no_error(llm: LLM) -> None:
 
 
 def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
-    """While a mask is computed or while tokens are read. A failed matcher reports that it has
-    stopped, which must not end the text."""
+    """The limit may be found while a mask is computed or while tokens are read. A failed matcher
+    reports that it has stopped, which must not end the text."""
     made = constraint("regex", TOO_MUCH, llm)
     draw = random.Random(0)
     tokens = list[int]()

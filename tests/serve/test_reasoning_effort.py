@@ -114,7 +114,8 @@ CLOSED = (
 
 
 def test_a_prompt_can_go_on_with_the_last_message(engine: Path, tmp_path: Path) -> None:
-    """As in transformers: up to the end of its content, whatever the template writes after it."""
+    """As in transformers, the prompt ends with the message's content, whatever the template writes
+    after it."""
     said: Any = [*HI, {"role": "assistant", "content": " Well, "}]
     with served(with_new_lines(engine, tmp_path / "closed", CLOSED)) as server:
         for more, text in (
@@ -208,7 +209,7 @@ def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
 
 
 def test_tokens_of_thoughts_are_counted(engine: Path, tmp_path: Path) -> None:
-    """Including the marks around them, whether a round adds one token or several."""
+    """The count includes the marks around thoughts, whether a round adds one token or several."""
     directory = with_new_lines(engine, tmp_path / "plans", "{{ messages[0].content }}</think>")
     codec = TextCodec(directory)
     pieces = [" ", "<think>", "a", "b", "</think>", "\n", "c", "d"]

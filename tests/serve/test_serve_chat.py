@@ -159,7 +159,7 @@ def test_a_window_of_penalties_is_neutral_without_penalties(server: Served) -> N
 
 
 def test_fields_that_change_nothing_are_named(server: Served) -> None:
-    """In a header, if the name can be written there; supported fields are not named."""
+    """A header names each field whose name can be written there; supported fields are not named."""
     unread = {"user": "u", "verbosity": "low", "metadata": {}, "a\r\nb": 1, "\u00ff": 1, "": 1}
     read = {"tools": [], "response_format": {"type": "text"}, "best_of": 1, "typical_p": 1}
     body = {"messages": MESSAGES, "max_tokens": 1, **unread, **read}
@@ -174,7 +174,7 @@ def test_fields_that_change_nothing_are_named(server: Served) -> None:
 
 
 def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> None:
-    """Needed by lm_eval to cut prompts with the server's tokenizer."""
+    """lm_eval needs this to cut prompts with the server's tokenizer."""
     file = engine_copy / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -127,7 +127,7 @@ def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> Non
 
 
 def test_a_text_between_two_others(engine_copy: Path) -> None:
-    """With the special tokens that code models have for it."""
+    """The prompt uses the special tokens that code models have for this."""
     file = engine_copy / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -158,7 +158,7 @@ def test_a_text_between_two_others(engine_copy: Path) -> None:
 
 
 def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
-    """In OpenAI's form. Both the tokens and their alternatives."""
+    """Tokens and their alternatives have OpenAI's form."""
     names = ["<s>", "a", "\u00f0", "\u0141", "\u0142"]  # bytes of level GPT-2: F0, 9F, A0
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -209,7 +209,7 @@ def test_prompts_of_every_form(server: Served) -> None:
 
 
 def test_a_stop_string_that_is_a_special_token_stops_at_the_token(server: Served) -> None:
-    """Such a token has no text that a string could be found in."""
+    """Such a token has no text in which a string could be found."""
     options = {"logit_bias": {1: 100}, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
     choice = server.complete(PROMPT, stop=["never", "<s>"], **options)["choices"][0]
     assert (choice["token_ids"], choice["text"]) == ([1], "")
@@ -260,8 +260,8 @@ def test_min_tokens_keeps_a_text_going(server: Served) -> None:
 def test_a_stop_string_ends_no_text_before_min_tokens(
     server: Served, least: int, draft: bool
 ) -> None:
-    """As in vLLM: only a stop string that is complete after these tokens does. The text before it
-    is kept."""
+    """As in vLLM, only a stop string that is complete after these tokens ends the text. The text
+    before it is kept."""
     body = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "draft": draft}
     ids = server.complete(PROMPT, **body, return_token_ids=True)["choices"][0]["token_ids"]
     decode = server.llm.codec.decode
@@ -325,8 +325,8 @@ def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
 
 
 def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
-    """They are the model's, before temperature and filters, as lm_eval and perplexities need
-    them."""
+    """They are the model's log-probabilities, before temperature and filters, as lm_eval and
+    perplexities need them."""
     body = {"max_tokens": 1, "echo": True, "logprobs": 1}
     greedy, hot = (
         server.complete(PROMPT, temperature=t, seed=3, **body)["choices"][0]["logprobs"]
@@ -337,7 +337,8 @@ def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_echo_with_log_probabilities_scores_a_prompt(server: Served, most: int) -> None:
-    """As lm_eval requests: the log-probability of each token of the prompt except the first."""
+    """The answer has the log-probability of each prompt token except the first, as lm_eval
+    requests."""
     ids = server.llm.encode("<s>" + PROMPT) if most else server.llm.encode(PROMPT)
     found = server.complete([ids], max_tokens=most, echo=True, logprobs=1, temperature=0)
     (choice,) = found["choices"]
@@ -397,7 +398,8 @@ def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | 
 
 
 def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
-    """Whole and streamed, greedy and sampled, long and short, among clients that leave."""
+    """Requests are whole and streamed, greedy and sampled, long and short, and some clients
+    leave."""
 
     def one(number: int) -> None:
         prompt = PROMPT[: 3 + number % 12]

@@ -172,7 +172,7 @@ def counted(server: Served, **body: Any) -> int:
 
 
 def test_the_line_of_claude_code_that_changes_leaves_kept_prefixes(lined: Served) -> None:
-    """Its digits differ in each request, and it precedes all other text."""
+    """The line's digits differ in each request, and it precedes all other text."""
     salt = {"cache_salt": "billing", "max_tokens": 1}
     rest = {"type": "text", "text": "be brief " * 20}
     lines = [f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in ("0a1b2", "fffff")]

@@ -87,7 +87,8 @@ TIMES = (
 
 
 def test_every_number_is_recounted(engine: Path) -> None:
-    """From the answers of all routes, to several choices and prompts, and to scored prompts."""
+    """The numbers are computed again from the answers of all routes, with several choices and
+    prompts, and scored prompts."""
     with served(engine, batch=BatchOptions(levels=3)) as server:
         expected = asked(server)
         server.idle()

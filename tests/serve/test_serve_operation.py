@@ -377,7 +377,7 @@ def test_a_bad_configuration_file_is_refused(
 def test_a_path_cannot_forge_a_line_of_the_log(
     server: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor may it send codes to a terminal."""
+    """A path cannot send codes to a terminal, either."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request(
@@ -394,7 +394,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(
 
 
 def test_the_log_says_who_asked(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """The client's address, and a name of the key that does not reveal the key."""
+    """The log has the client's address, and a name of the key that does not reveal the key."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         for key in (*KEYS, "a-wrong-key"):
             server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key))
@@ -410,7 +410,7 @@ def answers(server: Served, route: str, status: int) -> float:
 
 
 def test_refusals_are_counted_too(server: Served) -> None:
-    """By path and status; paths that clients make up are counted together."""
+    """Refusals are counted by path and status; paths that clients make up are counted together."""
     asked = [
         ("/v1/completions", 401),
         ("/v1/completions", 400),
@@ -491,7 +491,7 @@ def test_prometheus_needs_no_users_key_and_finds_what_rules_and_dashboard_name(
 
 
 def test_a_key_learns_nothing_of_what_others_asked(server: Served) -> None:
-    """Not through cached_tokens; a client's salt separates its prompts further."""
+    """``cached_tokens`` reveals nothing; a client's salt separates its prompts further."""
 
     def cached(key: str, **more: str) -> int:
         body = {"prompt": BEGINNING, "max_tokens": 1, **more}
@@ -537,8 +537,8 @@ def test_negative_seeds_are_seeds(server: Served) -> None:
 
 
 def test_chats_share_little_memory(engine: Path) -> None:
-    """Their texts need three times the memory. No request limits its length, and no text is refused
-    or changed."""
+    """The texts of the chats need three times the memory. No request limits its length, and no text
+    is refused or changed."""
     slot = load(engine).engines.verify.new_kv_caches()[0].slot_bytes
     with served(engine, ServeOptions(), BatchOptions(max_rows=6, kv_memory=330 * slot)) as server:
         prompts = [f"text {number} " * (1 + 3 * (number % 4)) for number in range(8)]

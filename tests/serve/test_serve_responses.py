@@ -393,7 +393,7 @@ def test_what_cannot_be_done_is_a_clear_400(
 
 
 def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
-    """As Codex defines them: the model sees a function with one text parameter."""
+    """Custom tools are defined as Codex does: the model sees a function with one text parameter."""
     tools = [{"type": "custom", "name": "patch", "description": "p", "format": {"type": "text"}}]
     choice = {"type": "custom", "name": "patch"}
     body = {"input": "Hi", "tools": tools, "tool_choice": choice, "temperature": 1.0, "seed": 1}

@@ -400,7 +400,7 @@ def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
     ),
 )
 def test_other_answers_are_returned_to_the_letter(data: st.DataObject, text: str) -> None:
-    """However the text is split, streamed or not."""
+    """This holds however the text is split, streamed or not."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for streaming in (False, True):
@@ -424,7 +424,7 @@ def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_and_another_answer_may_come(llm: LLM, format: ToolFormat, parallel: bool) -> None:
-    """Calls in the model's own form or without marks, and answers that begin in the same way."""
+    """The answers have calls in the model's own form or without marks, or begin in the same way."""
     tools = Tools(tuple(TOOLS), "auto", parallel, format)
     schema = {
         "type": "object",

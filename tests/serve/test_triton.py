@@ -418,7 +418,8 @@ def test_a_stream_that_is_cancelled_leaves_the_batch(
 def test_a_killed_stub_answers_again_after_a_reload(
     triton_python: Path, bundled: Path, tmp_path: Path, llm: LLM
 ) -> None:
-    """Or after a restart: sometimes Triton ends with its stub, and the clients' streams break."""
+    """Sometimes a restart is needed: Triton may end with its stub, and the clients' streams
+    break."""
     write_triton_repository(bundled, tmp_path / "models", threads=1)
     with triton_server(triton_python, tmp_path / "models", tmp_path) as server:
         # Enough requests that none is complete when the stub is killed: together they take long on

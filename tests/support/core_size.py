@@ -3,7 +3,8 @@ its budget.
 
 The unit is the statement, so comments, docstrings and layout do not count. The core is everything
 that ``runtime.llm`` and the batch import, directly or indirectly: the files on a request's way from
-prompt to tokens. The budgets only fall: a change that adds statements removes as many elsewhere.
+prompt to tokens. The budgets only fall: a change that adds statements removes the same number
+elsewhere.
 """
 
 import ast

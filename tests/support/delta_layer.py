@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 class Layer:
-    """Two nodes for one layer, as in verify and draft, and caches for them."""
+    """Two nodes for one layer, as in the verify and draft graphs, and caches for them."""
 
     def __init__(self, path: Path, sizes: tuple[int, ...], kernels: str) -> None:
         random = np.random.default_rng(sum(sizes))
@@ -127,7 +127,7 @@ def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
         wanted = [
             layer.rule.outputs(np.concatenate((text[:root], whole[path])))[-1] for path in paths
         ]
-        # The draft, level by level; its inputs differ from those of verify.
+        # The draft, level by level; its inputs differ from those of the verify pass.
         done = 0
         for level in sorted({len(path) for path in paths}):
             stop = max(at for at, path in enumerate(paths) if len(path) == level) + 1

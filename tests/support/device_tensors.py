@@ -8,7 +8,7 @@ once, because they compute nothing.
 Copies follow CUDA. The host's values are read at the time of the copy from pinned memory, and at
 once from other host memory. A non-blocking copy to the host leaves garbage until the host has
 waited. A copy between devices makes both streams wait, as in torch. Operations that a GPU refuses
-are errors: operands on two devices, and reading a device's tensor as an array.
+are errors, such as operands on two devices, or reading a device's tensor as an array.
 """
 
 from collections.abc import Iterator

@@ -69,7 +69,7 @@ def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
 
 
 def end_at(line: str, number: signal.Signals, arguments: Sequence[object]) -> int:
-    """Send a signal to a Python program when it prints a line that begins so. Returns its exit
+    """Send a signal to a Python program when it prints a line with this beginning. Returns its exit
     code."""
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)],

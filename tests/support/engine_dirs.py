@@ -61,8 +61,8 @@ def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
 
 
 def assert_weights_match_manifest(directory: Path) -> None:
-    """Check that the manifest's bytes of weights, in total and shared by draft and verify, match
-    the graphs."""
+    """Check that the manifest's bytes of weights, in total and shared by the draft and verify
+    graphs, match the graphs."""
     manifest = load_manifest(directory)
     stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
@@ -119,7 +119,7 @@ def record(directory: Path, name: str) -> None:
 
 
 def recorded(damage: Damage) -> Damage:
-    """The same damage, but with its size and hashes recorded in the manifest."""
+    """The same damage, but with size and hashes of the damaged file recorded in the manifest."""
 
     def change(directory: Path) -> None:
         damage(directory)

@@ -15,7 +15,7 @@ It answers the runtime's calls to ``torch.cuda``, so tests run the same code as 
 Threads take turns (``turns.py``). Each has its current device and streams, and its capture.
 
 Not covered: captures that several streams join, the order of kernels within one pass of an engine,
-and that CUDA's default stream waits for some others: here it is a stream like all others.
+and that CUDA's default stream waits for some others: here it is a stream like all other streams.
 """
 
 import gc
@@ -196,7 +196,7 @@ class Machine:
         turns: May switch threads at every call; None with one thread.
         log: All calls, in order.
         eagerness: Chance that a call of the host advances a queue. 0: work is done only when the
-            host waits for it. Tests set it.
+            host waits for it. Set by tests.
         loyalty: Chance that a stream for which the host waits runs before others, if it can.
         breaking: Number of captured pieces of work before one fails; None: none fails.
     """

@@ -203,7 +203,7 @@ class PauseUntil(Guard):
 
 
 class Wrapped:
-    """An engine with a function called before and after each of its calls. A prefill's logits are
+    """An engine with a function that is called before and after each call. A prefill's logits are
     ignored."""
 
     chooses = False
@@ -257,8 +257,8 @@ def timed(
     draft_step: float = 0.0,
     node: float = 0.0,
 ) -> Workspace:
-    """Engines that drive a clock: a draft call takes ``draft_step``, verify 1, and each further
-    node ``node``."""
+    """Engines that drive a clock: a draft call takes ``draft_step``, a verify pass 1, and each
+    additional node ``node``."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     for part in ("decoding.round", "session"):

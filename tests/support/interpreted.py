@@ -94,7 +94,7 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 
 
 def all_best() -> list[float]:
-    """For one part and many, full and not full, one row and many."""
+    """Results for one part and many, full and not full, and for one row and many."""
     narrow = torch.bfloat16
     wide = torch.float32
     part = torch_fused.PART
@@ -119,8 +119,8 @@ def levels_of(stage: Any) -> dict[str, Any]:
 
 
 def equal_bits(directory: Path) -> bool | None:
-    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: verify does
-    not compute by rows."""
+    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: the verify
+    engine does not compute by rows."""
     manifest = replace(load_manifest(directory), max_tree_nodes=torch_fused.MOST_NODES - 1)
     verify, _ = open_torch(directory, manifest, 1, False, "cpu", kernels=True)
     if not torch_fused.computes_by_rows(verify.stages[0].module):  # type: ignore[attr-defined]

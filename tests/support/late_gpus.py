@@ -31,10 +31,10 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of an LLM: verify in ``stages`` on ``devices`` GPUs, with this ``speculation``. With
-    ``few_slots``, attention may read only the first slots; with ``deep``, the exit head reads deep
-    states; with ``whole``, the draft is the whole model in 4 bits. ``flavour``: of the plans, or
-    ``torch``. ``exact``: as in ``eesd.load``."""
+    """Options of an LLM: a verify graph in ``stages`` on ``devices`` GPUs, with this
+    ``speculation``. With ``few_slots``, attention may read only the first slots; with ``deep``, the
+    exit head reads deep states; with ``whole``, the draft is the whole model in 4 bits.
+    ``flavour``: of the plans, or ``torch``. ``exact``: as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -100,8 +100,8 @@ def directory(shared: Shared, setting: Setting) -> Path:
 
 
 def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
-    """Let attention of verify and of the draft read the first 16, 48 or 112 slots; a text has 96
-    slots."""
+    """Let attention of the verify and draft graphs read the first 16, 48 or 112 slots; a text has
+    96 slots."""
     patch.setattr(trt_plans, "FEWEST_SLOTS", 16)
     patch.setattr(trt_plans, "LONG_CACHE", 0)
 

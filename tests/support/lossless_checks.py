@@ -378,7 +378,7 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
     """Call ``step``, and interrupt it at the ``line``-th executed line of session and round.
-    Returns whether it got that far."""
+    Returns whether this line was reached."""
     left = line
     files = {
         part.__code__.co_filename
@@ -442,12 +442,10 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
     """With kept prefixes, the same tokens are drafted and accepted as without: in a single session
     and in a service, whatever token follows the kept ones, and whether a prompt or a generation
-    left them. Returns the number of drafted tokens."""
-    speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
-    kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
-    alone = load(directory, backend, threads=1, speculation=speculation)
-    without_budget(kept, alone)
-    services = [
+    left the prefixes. Returns the number of drafted tokens.""" speculation =
+    Speculation("fixed:k=3", tree=2, guard=False, drafter="exit") kept = load(directory, backend,
+    threads=1, speculation=speculation, prefix_memory=1 << 22) alone = load(directory, backend,
+    threads=1, speculation=speculation) without_budget(kept, alone) services = [
         Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
     ]
     options: Options = {"max_new_tokens": 12, "ignore_eos": True}

@@ -134,8 +134,8 @@ def random_weight(
 
 
 def split(random: np.random.Generator, values: Array, rows: int) -> Array:
-    """For each of ``rows`` rows, integers of 6 or 8 bits without a common divisor times a float16,
-    close to these values."""
+    """For each of ``rows`` rows, values close to these: a float16 times 6-bit or 8-bit integers
+    without a common divisor."""
     most = int(random.choice([63, 127]))
     integers = random.integers(-most, most + 1, values.shape)
     integers[::rows] = most
@@ -703,7 +703,7 @@ def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 
 
 def check_float16(path: Path, names: Sequence[str]) -> None:
     """Ties go to even, subnormal numbers are kept, and numbers out of range become the largest
-    one."""
+    number."""
     edges = [
         0.0,
         -0.0,

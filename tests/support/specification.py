@@ -154,7 +154,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Activations of 8 bits: levels [T, K], and a scale for each block [T, K / 32]."""
+    """8-bit activations: levels [T, K], and a scale for each block [T, K / 32]."""
 
     levels: NDArray[np.int64]
     scales: Floats

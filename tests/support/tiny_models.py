@@ -1,5 +1,5 @@
-"""Tiny seeded Llama models whose untrained draft is often, but not always, right, and their
-engines."""
+"""Tiny seeded Llama models whose untrained draft is often, but not always, right; and the engines
+of these models."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,8 @@
 
 REQUESTS is a JSON list. Each entry has the ``inputs`` by name, and may have ``cancel_after``, a
 number of responses, and ``timeout`` in microseconds. All are sent at once, in separate streams.
-Each response is a JSON line; ``final`` marks a request's last one. A request without an answer for
-SECONDS ends with the error "timeout".
+Each response is a JSON line; ``final`` marks the last response to a request. A request without an
+answer for SECONDS ends with the error "timeout".
 """
 
 import json

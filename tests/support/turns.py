@@ -17,7 +17,7 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, *functions: Callable[[], object]) -> None:
-        """Run them until all end. Raises an exception of one of them."""
+        """Run the functions until all end. Raises an exception of one of them."""
         self._waiting = [*range(len(functions))]
         threads = [
             threading.Thread(target=self._run, args=(number, one))

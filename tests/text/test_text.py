@@ -75,8 +75,8 @@ def raw(codec: TextCodec, text: str) -> list[int]:
 def test_text_ends_before_a_stop_string(
     codec: TextCodec, text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """Cut before the stop string that completes first, wherever the tokens' borders are. Without
-    one, the whole text."""
+    """The text is cut before the stop string that completes first, wherever the tokens' borders
+    are. Without a stop string, the whole text is kept."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
     tokens = raw(codec, text)
@@ -352,8 +352,8 @@ def test_text_without_broken_bytes_is_what_the_decoder_writes(
 
 
 def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with the prompt nor with the tokens since then: a token is decoded together with the
-    previous one."""
+    """It grows neither with the prompt nor with the later tokens: a token is decoded together with
+    the previous token."""
     sizes = [0]
     decode = kind.codec.decode
 
@@ -481,7 +481,7 @@ def test_another_texts_end_is_found() -> None:
 
 @pytest.mark.parametrize("period", [1, 3, 500])
 def test_a_token_costs_a_bounded_number_of_states(period: int) -> None:
-    """At most two states per token. A repetition is continued without end."""
+    """There are at most two states per token. A repetition is continued without end."""
     automaton = made([i % period for i in range(2000)])
     assert len(automaton._next) <= 2 * 2000
     path = [

@@ -125,7 +125,7 @@ class Everything(TreeBudget):
 
 
 def test_a_verified_node_follows_its_parent() -> None:
-    """Also if the text continues after a candidate that the draft did not expand."""
+    """This holds even if the text continues after a candidate that the draft did not expand."""
     tree = DraftTree(0, 20, budget=Everything())
     for tokens in ((1, 2, 3), (4, 5, 6)):
         tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
@@ -167,7 +167,7 @@ def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budge
 def test_rejection_sampling_follows_the_verifier(
     five_token_harness: Harness, drafter: str, budget: bool, share: float
 ) -> None:
-    """Also if drafts of the exit head and of the text are siblings."""
+    """This holds even if drafts of the exit head and of the text are siblings."""
     chosen = TreeBudget() if budget else None
     check_joint(
         five_token_harness,
@@ -237,8 +237,8 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
-    """Also a draft that the text alone would not propose: here the end of the text has not occurred
-    before."""
+    """The text even continues a draft that it would not propose alone: here the end of the text has
+    not occurred before."""
     workspace = following(harness.workspace(), LINE)
     controller = make_controller("fixed:k=2")
     chosen = Everything() if budget else None

@@ -326,8 +326,8 @@ def test_transformers_reads_the_same_from_the_engine_directory(tmp_path: Path) -
 
 
 def test_files_that_overrule_others(tmp_path: Path) -> None:
-    """Templates in separate files, special tokens in a map, and truncation and padding that apply
-    only on request."""
+    """There are templates in separate files, special tokens in a map, and truncation and padding
+    that apply only on request."""
     backend = byte_level(True)
     backend.enable_truncation(4)
     backend.enable_padding(length=50)
@@ -402,7 +402,7 @@ def test_a_damaged_tokenizer_of_mistrals_own_format_is_refused(
 
 
 def test_a_tekken_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    """The file does not have their names."""
+    """The file does not have the names of the special tokens."""
     file = tekken(tmp_path / "model") / "tekken.json"
     fields = json.loads(file.read_text())
     del fields["special_tokens"]
