@@ -62,12 +62,12 @@ class RoundOutcome(NamedTuple):
     """One committed round, for the observers: controllers, budget, text rule and guard.
 
     Attributes:
-        steps: Draft steps that ran; 0 in a round of plain decoding, and in a round that verifies
-            only the text's tokens.
+        steps: Number of draft steps that ran; 0 in a round of plain decoding, and in a round that
+            verifies only the text's tokens.
         draft_seconds: Time until the draft was complete, including the controller's time.
         depth: Deepest level of the draft that was verified, not counting the text's tokens. Less
             than ``steps`` if a tree budget dropped levels.
-        nodes: Nodes that were verified, not counting the root.
+        nodes: Number of verified nodes, not counting the root.
         verify_seconds: Time of the verify pass over the root and these nodes.
         accepted: Number of draft tokens that the verifier accepted, including tokens after the end
             of the text, which are not committed.

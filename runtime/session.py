@@ -68,7 +68,7 @@ class Session(TokenSequence):
             kv_cache: An empty cache for the sequence.
             engines: The engines that run the calls.
             drafting: The drafters of the request when it runs alone.
-            codec: Makes the text; None if there are only token ids.
+            codec: Makes text from tokens; None if there is no tokenizer.
             observer: Called with each round's tokens and logits.
             lock: Lock shared with other sessions over these engines; None if there are no other
                 sessions.

@@ -110,7 +110,8 @@ class Scheduler:
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
         self._prefilling: list[Session] = []
-        """The first ``IN_TURN`` sessions take turns; the others wait in the order of arrival."""
+        """The first ``IN_TURN`` sessions take turns; the other sessions wait in the order of
+        arrival."""
         self._may_pass = float(SHORT)
         """Number of tokens of short prompts that may be prefilled ahead of others."""
         self._kv_caches = llm.engines.new_kv_caches(options.max_rows)

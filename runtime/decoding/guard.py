@@ -67,8 +67,8 @@ class StepPrices:
     """Prices of a part of a round by a count of steps or nodes. The unit is a plain step.
 
     Attributes:
-        medians: The price of each count: a median, because stalls of the machine do not move it.
-            Set by :meth:`add`.
+        medians: The price of each count: a median, because machine stalls hardly affect it. Set by
+            :meth:`add`.
     """
 
     def __init__(self) -> None:

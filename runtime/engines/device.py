@@ -163,8 +163,8 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a call of n nodes of B sequences on one device. Their contents change, but
-    their addresses stay the same.
+    """The inputs, on one device, of a call with n nodes for each of B sequences. Their contents
+    change, but their addresses stay the same.
 
     Attributes:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].

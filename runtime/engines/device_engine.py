@@ -20,8 +20,8 @@ The order of a call:
 5. On a GPU the device also chooses tokens from the logits.
 6. The host waits once.
 
-A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain: it runs step 4 for each token,
-which comes from the previous run.
+A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain: it runs step 4 once for each
+token of the chain. Each token comes from the previous run.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A prepared call of rows through the stages of an engine on devices."""
+"""A prepared call of several rows, which runs through an engine's stages on their devices."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -197,7 +197,7 @@ def rotate_and_write(
         write_indices: Slot of each sequence's first token, [B].
         norms: Weights [D] of the norms of queries and keys, if the model has them.
         eps: Epsilon of the norms.
-        cache: Keys and values [B, KV, S, D], with the same strides; a slot's numbers are contiguous.
+        cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
 
     Returns:
         The queries [B, n, H, D].
@@ -331,7 +331,7 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
 
     Args:
         q: Queries [B, n, H, D].
-        cache: Keys and values [B, KV, S, D], with the same strides; a slot's numbers are contiguous.
+        cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
         inputs: The slots of the tokens, the slots that they see, and the shape of a mask [B, 1, n,
             s] for the first s slots.
 

@@ -382,8 +382,8 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
 
 
 def first_slots(slots: int) -> tuple[int, ...]:
-    """The numbers of first slots that attention in a plan may read. A call reads the smallest
-    number that includes all slots that it sees.
+    """The numbers of slots, from the first on, that attention in a plan may read. A call reads the
+    smallest number that includes all slots that it sees.
 
     The numbers are an eighth, a quarter and a half of ``slots``, rounded down to a multiple of 16
     for alignment, and ``slots``.
@@ -407,8 +407,8 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
-    """The numbers of first slots that attention in a graph's plan may read, ascending. Its mask has
-    one of these numbers of columns.
+    """The numbers of slots, from the first on, that attention in a graph's plan may read,
+    ascending. Its mask has one of these numbers of columns.
 
     A draft that reads the caches in place reads all slots, because TensorRT-RTX would copy a
     smaller number of slots.

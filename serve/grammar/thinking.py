@@ -33,7 +33,7 @@ class ThinkParser:
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
         """Add text. Return the thoughts and the answer text that are now certain; with the ``last``
-        piece, all that remain."""
+        piece, all remaining text."""
         self._held += text
         thought = ""
         if self._state == "before":

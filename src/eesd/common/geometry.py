@@ -424,7 +424,7 @@ class Geometry:
 
     def head_layers(self, blocks: int) -> list[int]:
         """The layers from which an untrained exit head copies the weights and kinds of its blocks:
-        the last ``blocks`` layers with attention. The model must have that many."""
+        the last ``blocks`` layers with attention. The model must have that many of these layers."""
         layers = self.attention_layers
         return layers[len(layers) - blocks :]
 
