@@ -442,10 +442,12 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
     """With kept prefixes, the same tokens are drafted and accepted as without: in a single session
     and in a service, whatever token follows the kept ones, and whether a prompt or a generation
-    left the prefixes. Returns the number of drafted tokens.""" speculation =
-    Speculation("fixed:k=3", tree=2, guard=False, drafter="exit") kept = load(directory, backend,
-    threads=1, speculation=speculation, prefix_memory=1 << 22) alone = load(directory, backend,
-    threads=1, speculation=speculation) without_budget(kept, alone) services = [
+    left the prefixes. Returns the number of drafted tokens."""
+    speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
+    kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
+    alone = load(directory, backend, threads=1, speculation=speculation)
+    without_budget(kept, alone)
+    services = [
         Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
     ]
     options: Options = {"max_new_tokens": 12, "ignore_eos": True}
