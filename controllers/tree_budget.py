@@ -75,8 +75,8 @@ class TreeBudget:
 
         Args:
             values: The chance of each node, largest first.
-            price: Prices of nodes in a batch. None for a request alone, which uses its own costs
-                and verifies at least one node.
+            price: Prices of nodes in a batch. None for a request that runs alone: its own costs are
+                used, and at least one node is verified.
         """
         if price is not None:
             return most_valuable(values, price)[0]

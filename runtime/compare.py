@@ -26,8 +26,8 @@ class Divergence:
         index: Index of the token among the new tokens.
         plain_token, drafting_token: The token at this index without and with drafting; -1 for a
             generation that has ended before it.
-        logit_gap: The verifier's logit of ``plain_token`` minus that of ``drafting_token``. Near
-            zero if the logits are equal up to rounding.
+        logit_gap: The verifier's logit of ``plain_token`` minus its logit of ``drafting_token``.
+            Near zero if the logits are equal up to rounding.
     """
 
     index: int

@@ -28,7 +28,7 @@ DEFAULT_STREAMS = (0, 1)
 
 @dataclass(frozen=True)
 class Host:
-    """Resources that a service lends to EESD, and must not use while a call of EESD runs.
+    """Resources that a service lends to EESD, and must not use while an EESD call runs.
 
     Attributes:
         verify: The ``ICudaEngine`` of each stage of the verify graph, loaded on the stage's device.
@@ -79,7 +79,7 @@ def embed(
 
     Raises:
         EESDError: The engines do not match the directory's manifest, a stream is a default stream,
-            or memory of the host has the wrong size or address.
+            or the host's memory has the wrong size or address.
     """
     directory = check_path(
         "engine_dir", engine_dir, "the engine directory whose plans the service has loaded"

@@ -57,7 +57,7 @@ _MOST_CASES = 32
 """Maximum number of cases into which the keywords of a schema and its outer schemas split it. The
 grammar contains every case."""
 _MOST_NAMES = 16
-"""Maximum number of names matching a pattern that are listed as properties, in addition to
+"""Maximum number of names that match a pattern and are listed as properties, in addition to
 properties already listed. Listed names come in order, which should not be imposed on many names."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
 """Patterns that match every name."""

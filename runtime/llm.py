@@ -151,7 +151,8 @@ def load(
         threads: CPU threads of an engine; default: the processors of this process, one fewer if
             there are more than four.
         generation_config: ``auto`` uses the sampling options of the model's
-            ``generation_config.json`` for requests without sampling options; ``none`` does not.
+            ``generation_config.json`` for requests without sampling options; ``none`` ignores the
+            file.
         exact: Whether drafting must not change any bit of a logit, also in trees and on a GPU; see
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
             little. If False, requests of a batch on a GPU may change each other's last bits.
@@ -264,7 +265,7 @@ class LLM:
             )
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
-        """An LLM that drafts in another way with this LLM's engines and KV caches. Nothing is
+        """An LLM that uses this LLM's engines and KV caches, but drafts differently. Nothing is
         loaded again.
 
         Its controller and guard are new. Raises :class:`EESDError` if the tree is too wide.

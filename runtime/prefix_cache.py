@@ -28,8 +28,8 @@ class PrefixCache:
     """A tree of blocks, bounded in bytes. The least recently used blocks are dropped first; within
     a text, the last blocks are dropped first.
 
-    A token's keys and values have the same bits whichever way its text was split into calls, so a
-    request that takes them from the cache gets the same tokens as without the cache.
+    A token's keys and values have the same bits however its text was split into calls, so a request
+    that takes them from the cache gets the same tokens as without the cache.
 
     Attributes:
         queries: Number of tokens of all prompts that were looked up.

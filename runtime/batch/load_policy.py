@@ -78,8 +78,8 @@ class LoadPolicy(Policy):
 
     def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
         """Number of prompt tokens, from ``slot`` on, that may join the next round of ``sequences``,
-        at most ``most``. With many rows and few waiting prompts, they less than double the round's
-        time."""
+        at most ``most``. With many rows and few waiting prompts, these tokens less than double the
+        round's time."""
         rows = len(sequences)
         round_time = self._rule.round_seconds(rows, self._slots(sequences))
         share = PROMPTS_SHARE / rows * max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)

@@ -215,8 +215,8 @@ class Scheduler:
         )
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
-        """Whether there is memory for a text and the running texts until they end. Each text is
-        expected to reach the mean length of the recent texts that became longer than it is now.
+        """Whether there is memory for a text and the running texts until they end. A text's
+        expected length is the mean length of the recent texts that became longer than it is now.
 
         Args:
             tokens: Tokens of the text and its prompt.

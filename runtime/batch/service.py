@@ -86,7 +86,7 @@ class Service:
 
         Args:
             request: The request.
-            on_update: Called with the update of each round, in the service's thread.
+            on_update: Called in the service's thread, with each round's update.
 
         Raises:
             EESDError: The request can never run.

@@ -28,9 +28,9 @@ class Terms:
             averaged, because a few rejections prove nothing.
         memory: Time constant of an account's memory: rounds or, during a pause, tokens.
         trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
-            balance must be able to pay for to end a pause. A first call may take ten times as long
-            as later ones: without a trial, a process that paused after its first draft drafted
-            nothing for 250 tokens.
+            balance must cover to end a pause. A first call may take ten times as long as later
+            ones: without a trial, a process that paused after its first draft drafted nothing for
+            250 tokens.
         switch: Cost of a switch from drafting to plain decoding, whose first round finds the
             processor's caches filled by the draft.
         near: Number of plain rounds in a probe, and of drafting rounds on either side that are

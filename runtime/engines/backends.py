@@ -1,5 +1,5 @@
-"""The backends by name: open the engines of a directory with one of them, or with the best one for
-this machine."""
+"""The backends by name: open a directory's engines with a named backend, or with the best backend
+for this machine."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -178,8 +178,8 @@ def _check_weights(directory: Path, manifest: Manifest) -> None:
 
 
 def default_threads() -> int:
-    """The number of processors of this process, minus 1 if there are more than four: one is left
-    for the host's code."""
+    """The number of processors of this process, minus 1 if there are more than four: one processor
+    is left for the host's code."""
     available = cores()
     return available if available <= 4 else available - 1
 

@@ -147,8 +147,7 @@ class Call(NamedTuple):
         slot: Slot of the first token.
         context_len: With a ``tree_mask``, every token sees all slots below this slot.
         tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
-            token sees in addition. None if the tokens are a chain: each sees every slot up to its
-            own.
+            token also sees. None if the tokens are a chain: each sees every slot up to its own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
         choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
         levels: For a draft engine: maximum number of levels to draft after a single token, each

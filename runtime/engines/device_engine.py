@@ -322,7 +322,7 @@ class DeviceEngine:
         return prepared.staging
 
     def _prefill(self, call: Call) -> None:
-        """Run a piece of a prompt, in several calls if needed at the end of a cache."""
+        """Run a prompt piece, in several calls if the end of a cache requires it."""
         tokens = call.tokens
         slot = call.slot
         memory = _row(call.kv_cache).memory

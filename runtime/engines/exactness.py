@@ -96,8 +96,7 @@ class Exactness:
         return len(list(self._layouts()))
 
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
-        """Compare calls of 1 to M + 1 rows, with several sizes of the cache and chunks of the
-        prompt, and a tree.
+        """Compare calls of 1 to M + 1 rows, with several cache sizes and prompt chunks, and a tree.
 
         Later engines are compared with the rows of the first engine. The engines may have different
         numbers of threads.

@@ -142,7 +142,7 @@ class _Object:
 
 
 class _BareCalls:
-    """Reads an answer, piece by piece, that may consist only of calls without marks.
+    """Reads, piece by piece, an answer that may consist only of calls without marks.
 
     Args:
         names: Names of the functions.

@@ -117,7 +117,7 @@ CLAMPED_SLOPE = 1.702
 sigmoid."""
 XIELU = "mlp.act_fn"
 """Name, within a block, of xielu's parameters. The weight is [2]: the factor of the square for
-positive x, and that of the exponential for negative x."""
+positive x, and the factor of the exponential for negative x."""
 XIELU_SLOPE = 0.5
 """Factor of x in xielu."""
 XIELU_LIMIT = -1e-6

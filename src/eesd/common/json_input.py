@@ -1,8 +1,8 @@
 """JSON from outside: files and lines that anybody may have written, edited or damaged.
 
 The result is always a value or an :class:`EESDError`: input that is too large, is nested too
-deeply, or has a number of thousands of digits is refused before use. A byte order mark is accepted.
-A line of JSON lines ends only at ``\\n``, because strings may hold Unicode's other line
+deeply, or has a number with thousands of digits is refused before use. A byte order mark is
+accepted. A line of JSON lines ends only at ``\\n``, because strings may hold Unicode's other line
 separators.
 """
 

@@ -67,8 +67,8 @@ def _gpu() -> str:
 
 
 def compute_capability() -> str | None:
-    """Compute capability of the first GPU that CUDA programs see, such as ``9.0``; None without
-    one.
+    """Compute capability of the first GPU that CUDA programs see, such as ``9.0``; None if there is
+    no GPU.
 
     The answer comes from torch if it is already imported, and from the driver if not. The driver
     numbers GPUs as ``CUDA_VISIBLE_DEVICES`` does only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or if

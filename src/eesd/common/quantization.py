@@ -153,7 +153,8 @@ class Quantizations:
         return (*(one for one in self.places.values() if one is not None), *self.tensors.values())
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
-        """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
+        """Quantization of a graph's weight, by its name in the graph and its shape in the
+        checkpoint.
 
         All parts of a packed weight have the same quantization.
         """
