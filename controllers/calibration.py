@@ -232,7 +232,7 @@ class CostAwareTS(CalibratedDraft):
     seconds, by draft steps and by nodes of the verify pass, and lambda, the recent rate in tokens
     per second.
 
-    The first two rounds are a plain round and one with a single drafted token, to measure both
+    The first two rounds are a plain round and a round with a single drafted token, to measure both
     costs; then the rule decides.
     """
 

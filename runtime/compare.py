@@ -183,7 +183,7 @@ def compare(
         return run(max_new_tokens, False, expected), run(max_new_tokens, True, found), found.result
 
     plain, drafting, logits = recorded(whole=False)
-    if logits.differing:  # its size needs whole logits, which take much memory
+    if logits.differing:  # measuring it needs whole logits, which take much memory
         logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text

@@ -195,8 +195,7 @@ def _tensorrt(flavour: str) -> str:
 
 
 def _plans_lack(flavour: str, *others: str) -> str:
-    """The packages that plans of a flavour need and that are missing: its library, and
-    ``others``."""
+    """The missing packages that a flavour's plans need: its library, and ``others``."""
     version = _tensorrt(flavour)
     remedy = pip_install(flavour)
     if version.startswith("cannot"):

@@ -51,8 +51,8 @@ class Host:
             that is opened while others are open; :class:`~eesd.runtime.batch.service.Service` calls
             it for the rows, and once with B = 1 for prompts. Default: allocate with torch.
         scratch: Working memory of the execution contexts, at least the largest
-            ``device_memory_size_v2`` of the engines: one tensor, or one for each stage. Default:
-            allocate with torch.
+            ``device_memory_size_v2`` of the engines: one tensor, or one tensor for each stage.
+            Default: allocate with torch.
     """
 
     verify: Sequence[Any]

@@ -54,8 +54,8 @@ them."""
 _TRIALS = 200
 """Maximum number of schemas that are read to find the place of a mistake."""
 _MOST_CASES = 32
-"""Maximum number of cases into which the keywords of a schema and its outer schemas split it. The
-grammar contains every case."""
+"""Maximum number of cases into which a schema is split by its keywords and its outer schemas'
+keywords. The grammar contains every case."""
 _MOST_NAMES = 16
 """Maximum number of names that match a pattern and are listed as properties, in addition to
 properties already listed. Listed names come in order, which should not be imposed on many names."""

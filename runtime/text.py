@@ -32,7 +32,7 @@ class TextCodec:
     Args:
         directory: Engine directory.
         most_tokens: Maximum number of tokens; None for no limit. A text with too many characters
-            for it is refused before it is tokenized.
+            for this number is refused before it is tokenized.
         plain_content: Whether only the template can write special tokens, not messages or tools.
 
     Attributes:
@@ -95,8 +95,8 @@ class TextCodec:
         variables: Mapping[str, Any] = MappingProxyType({}),
         answer: bool = True,
     ) -> list[int]:
-        """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with
-        the template's)."""
+        """Token ids of a text (with the tokenizer's special tokens) or of chat messages (with the
+        template's special tokens)."""
         if isinstance(prompt, str):
             return self.ids(prompt, special=True)
         render = partial(self.render, answer=answer, variables=variables)

@@ -32,7 +32,7 @@ options."""
 
 
 class LoadPolicy(Policy):
-    """Drafts as far as a :class:`~eesd.controllers.load_rule.LoadRule` decides from the load."""
+    """Drafts as far as a :class:`~eesd.controllers.load_rule.LoadRule` allows under the load."""
 
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
         self._rule = rule

@@ -180,11 +180,11 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """The choices of the function that :meth:`DeviceSampler.chooser` returns, without noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
-        # One more candidate, for the last margin.
+        # One more candidate, which the last margin needs.
         best, columns = logprobs.topk(min(count + 1, logprobs.shape[-1]))
         return torch.stack((columns.double(), best, best), -2)
     best = logits.argmax(-1, keepdim=True)
-    # The host refuses other values.
+    # NaN and infinity count as uncertain, so the host refuses them.
     return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)
 
 

@@ -77,7 +77,7 @@ class StepPrices:
 
     def add(self, count: int, price: float, near: int) -> None:
         """Add a sample. The last ``4 near + 1`` samples are kept. With fewer than ``near``
-        samples, the price is the least of them, because disturbances only ever add time."""
+        samples, the price is the least sample, because disturbances only ever add time."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * near + 1))
         samples.append(price)
         self.medians[count] = median_low(samples) if len(samples) >= near else min(samples)

@@ -58,7 +58,7 @@ class AcceptResult(NamedTuple):
 
 Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
 """Mask [V] of the tokens that may follow the committed tokens and a path of drafted tokens; None if
-all may."""
+all tokens may follow."""
 
 
 def make_sampler(
@@ -298,7 +298,7 @@ class Coupled(_Deterministic):
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []
-        # One more candidate, for the last margin.
+        # One more candidate, which the last margin needs.
         columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
@@ -346,7 +346,8 @@ class Rejection(SpecSampler):
             path.append(node)
 
     def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
-        """Index and token of the accepted child; -1 and the next token if all are rejected."""
+        """Index and token of the accepted child; -1 and the next token if all children are
+        rejected."""
         p = np.exp(warp(self._adjusted(logits, node), self._sampling))
         drafted = self._sampled.get(node)
         q = None if drafted is None else self._columns.spread(drafted, len(p))

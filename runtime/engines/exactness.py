@@ -41,8 +41,7 @@ class Differences:
     kinds: frozenset[str] = frozenset()
 
     def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
-        """Add the differences of a call whose rows [n, V] are compared with n or more expected
-        rows."""
+        """Add the differences between a call's rows [n, V] and n or more expected rows."""
         expected = expected[: len(found)]
         # Compare bits, not values: -0 and 0 are equal values, and NaN equals nothing.
         wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)

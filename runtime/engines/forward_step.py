@@ -161,7 +161,7 @@ class ForwardStep:
             is_draft: Whether the stages belong to the draft engine.
             layer: The KV caches, which determine the number of sequences.
             count: n, including padding.
-            width: Columns of the tree mask; 0 for a call of chains only, with more nodes than a
+            width: Columns of the tree mask; 0 for a call of only chains, with more nodes than a
                 round has.
             logit_rows: R, the number of nodes at the end of each sequence that get logits. In a
                 draft, all nodes do.

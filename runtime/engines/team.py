@@ -54,7 +54,7 @@ READ = {
     *((NUMPY, "_reconstruct"), (NUMPY, "scalar"), ("numpy", "ndarray"), ("numpy", "dtype")),
     *(("builtins", "range"), (Call.__module__, "Call")),
 }
-"""Types that an order may have, besides Python's lists, tuples, texts and numbers."""
+"""Types that an order may contain, in addition to Python's lists, tuples, texts and numbers."""
 TOLD = {"forward"}
 """Methods that rank 0 may order other ranks to call."""
 

@@ -146,7 +146,8 @@ class Norm(NamedTuple):
         eps: Added to the mean square, or to the variance.
         centred: Whether it is a LayerNorm, which subtracts the mean. If not, it is an RMSNorm.
         bias: Whether it adds a bias.
-        groups: Number of equal groups of columns that are normalized apart, with the same weights.
+        groups: Number of equal groups of columns that are normalized separately, with the same
+            weights.
         bare: Number of values per group of a norm without weights; 0 if the norm has weights.
     """
 
