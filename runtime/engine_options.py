@@ -40,7 +40,8 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
     cache, it is exported.
 
     Raises:
-        EESDError: The options name no directory or two, or the model cannot be exported.
+        EESDError: The options name no directory, or two directories, or the model cannot be
+            exported.
     """
     directory: Path | None = options["engine_dir"]
     model: str | None = options["model"]

@@ -91,7 +91,7 @@ class Scheduler:
         pauses: Number of times that a request lost its keys and values to other requests.
         round_tokens: Number of rounds by their total of prompt tokens and new tokens.
         drafted: Number of drafted levels that the last round verified.
-        request_seconds: Time that recent requests took, from getting a row to their end.
+        request_seconds: Average time that recent requests took, from getting a row to their end.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
@@ -113,7 +113,7 @@ class Scheduler:
         """The first ``IN_TURN`` sessions take turns; the other sessions wait in the order of
         arrival."""
         self._may_pass = float(SHORT)
-        """Number of tokens of short prompts that may be prefilled ahead of others."""
+        """Number of tokens of short prompts that may be prefilled ahead of other prompts."""
         self._kv_caches = llm.engines.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()

@@ -73,7 +73,8 @@ def make_sampler(
         sampling: Its options.
         vocab_size: V.
         columns: The token of each column of the draft's logits.
-        allowed: Returns the tokens that may be chosen, at least one; None if all tokens may be.
+        allowed: Returns the tokens that may be chosen, at least one; None if all tokens may be
+            chosen.
     """
     if sampling.greedy:
         return Greedy(sampling, columns, allowed)

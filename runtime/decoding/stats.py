@@ -61,8 +61,8 @@ class Stats:
         text_verified_at_depth, text_accepted_at_depth: The same numbers for tokens that the text
             proposed.
         guard_pauses: Number of times that the guard paused a drafter.
-        exact: Whether a check at load time found that logits do not depend on the number of rows of
-            a call; None if there was no check.
+        exact: Whether a check at load time found that logits do not depend on a call's number of
+            rows; None if there was no check.
         prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
         host_seconds: The rest of the decode time: sampling, the tree, the controller.
     """

@@ -47,7 +47,7 @@ class SuffixAutomaton:
     """All substrings of a text that grows at its end, in about three words of memory and amortised
     O(1) steps a token.
 
-    An interrupted ``extend`` leaves it damaged: make a new automaton then.
+    An interrupted ``extend`` leaves the automaton damaged; make a new automaton then.
     """
 
     def __init__(self) -> None:

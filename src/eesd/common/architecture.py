@@ -24,12 +24,12 @@ slot.
 **EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
 a state of the token before it. If that token is the one before the root, the verify graph computed
 the state: hidden states of three layers, fused by a product. If it is a drafted token, the head
-computed the state. Both lie in the slot of the token that they describe, in caches of states. So a
-draft step reads the slot of each token's parent and writes the slot of the token; the verify graph
-overwrites the drafted states with fused states, and writes the block's keys and values, computed
-from these. All graphs have the same inputs, and code that moves or keeps caches handles states,
-too. The first token of a text has no parent, so the published heads have no keys for it: only that
-token attends to its own slot.
+computed the state. Both states lie in the slot of the token that they describe, in caches of
+states. So a draft step reads the slot of each token's parent and writes the slot of the token; the
+verify graph overwrites the drafted states with fused states, and writes the block's keys and
+values, computed from these. All graphs have the same inputs, and code that moves or keeps caches
+handles states, too. The first token of a text has no parent, so the published heads have no keys
+for it: only that token attends to its own slot.
 
 **Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
 of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So

@@ -174,16 +174,16 @@ class Geometry:
 
     Attributes:
         architecture: Name of the architecture in transformers. Not used in computations.
-        qk_norm: Whether queries and keys are normalized before they are rotated, each head
-            separately.
+        qk_norm: Whether queries and keys are normalized, each head separately, before they are
+            rotated.
         qk_norm_rotated: Whether queries and keys are normalized after the rotation instead.
         qk_norm_joint: Whether queries and keys are each normalized over all heads together instead.
         norm_before: Whether a norm precedes attention and MLP.
         norm_behind: Whether a norm follows attention and MLP, before their output is added to x.
         centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
         norm_bias: Whether norms add a bias.
-        parallel: Whether attention and MLP read the same normalized x, and both are added to x.
-            The blocks of an exit head run them one after the other.
+        parallel: Whether attention and MLP read the same normalized x, and both outputs are added
+            to x. The blocks of an exit head run them one after the other.
         wide_norms: Whether norms have float32 weights and multiply in float32, whatever the
             directory's element type.
         gated: Whether the MLP multiplies an activated gate by another projection.

@@ -71,8 +71,8 @@ def compute_capability() -> str | None:
     no GPU.
 
     The answer comes from torch if it is already imported, and from the driver if not. The driver
-    numbers GPUs as ``CUDA_VISIBLE_DEVICES`` does only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or if
-    all GPUs are of one kind.
+    numbers GPUs like ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or if all
+    GPUs are of one kind.
     """
     torch = sys.modules.get("torch")
     if torch is not None and nvidia_driver() and torch.cuda.is_available():

@@ -130,10 +130,10 @@ class Quantizations:
         draft: Quantization of the exit head, and of the draft's copies of base layers and LM head.
             Only drafted tokens depend on these. The draft has a copy only if the copy takes fewer
             bits than the verify graph's weight.
-        tensors: Quantizations of single tensors by their checkpoint names, in place of the above.
-            These tensors keep the levels of the checkpoint's file, and the draft has no copies of
-            them. Only here can the embedding table be quantized, with 8 bits; a tied LM head is
-            then the same tensor.
+        tensors: Quantizations of single tensors by their checkpoint names, in place of the
+            quantizations above. These tensors keep the levels of the checkpoint's file, and the
+            draft has no copies of them. Only here can the embedding table be quantized, with 8
+            bits; a tied LM head is then the same tensor.
     """
 
     layers: Quantization | None = None
