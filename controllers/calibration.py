@@ -160,7 +160,7 @@ class CalibratedDraft(Controller):
 
     Attributes:
         accept: Calibration of drafted tokens. Set by the constructor.
-        following: Calibration of the tokens after them. Set by the constructor.
+        following: Calibration of the tokens after drafted tokens. Set by the constructor.
         reach: Chance that all drafted tokens are accepted. Set by :meth:`add`.
         next: Chance that the next token is then accepted. Set by :meth:`add`.
     """

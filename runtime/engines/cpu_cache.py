@@ -193,11 +193,11 @@ class _Records:
     Args:
         memory: [caches, 2, KV, S / 16, bytes of a tile] of the layer.
         which: Its caches.
-        shape: KV heads of a cache, and values of a head.
+        shape: Number of KV heads of a cache, and head size.
 
     Attributes:
         which: The caches.
-        shape: KV heads of a cache, and values of a head.
+        shape: Number of KV heads of a cache, and head size.
     """
 
     scale = 0
@@ -226,7 +226,7 @@ class _Rows:
         memory: [layers, 2, KV, S / 16, bytes of a tile] of the caches.
         which: The layers.
         heads: KV heads of these layers.
-        size: Values of a head.
+        size: Head size.
         dtype: Type of an element.
         scale: Bytes of a row's scale.
 
@@ -284,13 +284,13 @@ class _Rows:
 
 
 def _width(size: int) -> int:
-    """Values of a head's row in a tile."""
+    """Number of values of a head's row in a tile."""
     return -(-size // TILE) * TILE
 
 
 def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """For each cache: the first cache of its layer's states, or -1; KV heads; and values of a
-    head."""
+    """For each cache: the first cache of its layer's states, or -1; number of KV heads; and head
+    size."""
     geometry = manifest.geometry
     found = [(-1, geometry.num_kv_heads, geometry.head_dim)] * manifest.num_caches
     for first in states_at(manifest):

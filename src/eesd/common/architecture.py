@@ -339,7 +339,8 @@ class Operations(Protocol[X]):
         Args:
             x: Side by side: queries, keys and values, which are convolved; gates of the output; and
                 for each value head, the inputs of its step size and of its decay.
-            block: The block. The states of tokens are written into their slots of its caches.
+            block: The block. The tokens' states are written into the tokens' slots of the block's
+                caches.
             name: Name of the result: the normalized outputs of all heads times their gates.
         """
         ...

@@ -119,8 +119,8 @@ class DeltaRule:
         key_heads: Number of query heads, and of key heads.
         value_heads: Number of value heads, a multiple of ``key_heads``. Each has a matrix [key_dim,
             value_dim] as its state.
-        key_dim: Values of a head's query, and of its key.
-        value_dim: Values of a head's value.
+        key_dim: Size of a head's query, and of its key.
+        value_dim: Size of a head's value.
         taps: Number of tokens that the convolution sees, the current one included.
 
     Raises:
