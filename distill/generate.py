@@ -32,7 +32,7 @@ STREAM = 2
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options that determine the generated text. Stored as ``generation.json`` beside the shards.
+    """Options that determine the generated text. Stored as ``generation.json`` next to the shards.
 
     Attributes:
         rows: Number of rows.
@@ -161,7 +161,7 @@ def _check_shard(path: Path, count: int) -> None:
 
 
 def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
-    """Store the options beside the shards, or compare them with those of an earlier run."""
+    """Store the options next to the shards, or compare them with the options of an earlier run."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "generation.json"
     entries = json.loads(json.dumps(asdict(options)))

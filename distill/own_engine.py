@@ -214,8 +214,8 @@ class EngineTeacher:
 
 
 def _add_states(graph: Path, output: Path, of: Model, layers: Sequence[int]) -> None:
-    """Write, beside the weights of a graph, a copy that also returns the states after some
-    layers of the model."""
+    """Write a copy of a graph, next to its weights, that also returns the states after some layers
+    of the model."""
     import onnx
 
     model = read_graph(graph)

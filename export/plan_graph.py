@@ -12,7 +12,7 @@ from eesd.runtime.engines.trt_plans import attended_slots
 def plan_graph(
     directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool
 ) -> bytes:
-    """The graph in the form that TensorRT reads, for a file in ``directory`` beside the weights.
+    """The graph in the form that TensorRT reads, for a file next to the weights in ``directory``.
 
     With ``whole``, the parser makes each attention one kernel, or the build fails. Without it, an
     attention may also be built from parts; the builder still uses a kernel for each profile that

@@ -198,7 +198,7 @@ def build(
     monitor: Callable[[Any], Any],
     attempts: tuple[bool, ...] = (True, False),
 ) -> PlanInfo:
-    """Build one plan. Write it beside its graph, with the graph that the builder read.
+    """Build one plan. Write the plan next to its graph, with the graph that the builder read.
 
     Args:
         directory: Engine directory.

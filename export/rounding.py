@@ -60,7 +60,7 @@ def rounded_on(
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
-        output: Output of the export. Until the end of the block, the levels lie beside it.
+        output: Output of the export. Until the end of the block, the levels lie next to it.
         say: Called with the number of each layer and the number of layers.
 
     Raises:

@@ -49,8 +49,8 @@ def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Count
 
 
 def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
-    """Config fields for the numbers of experts in a GGUF file's metadata. ``more`` maps further
-    keys of the metadata to fields."""
+    """Config fields for the numbers of experts in a GGUF file's metadata. ``more`` maps other keys
+    of the metadata to fields."""
     return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 

@@ -1,1 +1,1 @@
-"""A comparison of the tokenizers of GGUF files with llama.cpp."""
+"""A comparison of GGUF tokenizers with llama.cpp."""

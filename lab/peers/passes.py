@@ -65,7 +65,7 @@ class Passes(Saved):
         options: Measurements that were made.
         weights, products: The results of :func:`tensor_sizes`.
         machine, packages: Description of the machine, and versions of the peers.
-        peaks: Products of 8-bit integers per second, the maximum of a run, by number of threads and
+        peaks: Maximum number of 8-bit products per second in a run, by number of threads and
             kernels.
         passes: The measurements.
     """

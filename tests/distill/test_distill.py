@@ -1,5 +1,5 @@
 """``eesd-distill`` on a tiny model: training, exact resume, self-generation, validation against the
-runtime, and its code for GPUs on the CPU."""
+runtime, and the GPU code on the CPU."""
 
 import json
 import os

@@ -145,7 +145,7 @@ def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
 
 
 def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
-    """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both
+    """The outputs for a prompt, a drafted chain, a level of a tree and a verified tree, and of both
     engines after compaction."""
     kv_cache = verify.new_kv_caches()[0]
     verifier = OnCache(verify, kv_cache)

@@ -387,7 +387,7 @@ def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     )
     block += 3 * geometry.hidden_size * geometry.intermediate_size
     split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
-    # Weights of 4 bits, which ranks dequantize.
+    # 4-bit weights, which ranks dequantize.
     levels = weights_of(manifest, graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]
     kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
     one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))

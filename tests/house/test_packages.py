@@ -29,7 +29,7 @@ GPU_ROWS = ("run plans on a GPU (tensorrt)", "run plans on a GPU (tensorrt-rtx)"
 
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``onnxruntime-gpu`` is installed beside ``onnxruntime``."""
+    """Both ``onnxruntime-gpu`` and ``onnxruntime`` are installed."""
     record = tmp_path / "onnxruntime_gpu-1.30.0.dist-info"
     record.mkdir()
     (record / "METADATA").write_text(

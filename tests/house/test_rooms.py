@@ -38,7 +38,7 @@ MAY_IMPORT_INSIDE = {
     "bench.replay": {"bench.measure"},
     "bench.report": {"bench.measure", "bench.replay"},
 }
-"""Parts of a room that may import only these other parts of it."""
+"""Parts of a room that may import only these other parts of the room."""
 TORCH_FREE = {"common", "controllers", "runtime"}
 """Rooms that must load without torch, except for the files below."""
 TORCH_FILES = {

@@ -1,5 +1,6 @@
-"""One block in its descriptions: with the same weights and tokens, the decoder and the modules of
-both graphs compute the logits of transformers; graphs pack the weights of layers with one input."""
+"""One block in all its descriptions: with the same weights and tokens, the decoder and the modules
+of both graphs compute the logits of transformers; graphs pack the weights of layers with one
+input."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

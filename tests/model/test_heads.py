@@ -1,6 +1,6 @@
 """Every kind of head. Exit heads are stored, loaded and refused. Heads with deep layers and
 published EAGLE-3 heads share a grid: on every backend, drafts equal the reference, no token
-changes, and verify keeps its bits."""
+changes, and verify passes keep their bits."""
 
 import json
 import shutil
@@ -189,7 +189,7 @@ def test_rounds_draft_what_training_computes(
     seen = list(drafted_logits(exported / "plans", backend))
     for root, age, logits in seen:
         np.testing.assert_allclose(logits, by_age[age][root + age], atol=2e-4)
-    # A stale deep state is one of another age, and would be noticed.
+    # A stale deep state has another age, and would be detected.
     assert all(
         np.abs(logits - by_age[age + 1][root + age]).max() > 2e-3
         for root, age, logits in seen

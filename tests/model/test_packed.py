@@ -1,4 +1,4 @@
-"""Quantized checkpoints of GPTQ, AWQ and others: their levels are kept, or the checkpoint is
+"""Quantized checkpoints in GPTQ, AWQ and other formats: levels are kept, or the checkpoint is
 refused by name."""
 
 import json

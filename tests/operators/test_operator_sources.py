@@ -236,7 +236,7 @@ def check_trees(path: Path) -> None:
 
 def check_shared(path: Path) -> None:
     """A tree after more than a chunk, whose nodes read the chunks of the context together, in
-    caches of float16 and int8."""
+    float16 and int8 caches."""
     for dtype in ("float16", "int8"):
         layer = Attention(dtype=dtype)
         text = layer.text(150, [149, 150, 150, 151, 151, 152])
@@ -248,7 +248,7 @@ def check_shared(path: Path) -> None:
 
 
 def check_rounding(path: Path) -> None:
-    """Values in caches of float16."""
+    """Values in float16 caches."""
     check_float16(path, ["scalar"])
 
 

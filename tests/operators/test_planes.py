@@ -49,7 +49,7 @@ Directory = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """Engines of a kind with further options. Tests must not change them."""
+    """Engines of a kind with more options. Tests must not change them."""
 
     @cache
     def model(kind: str) -> Path:
@@ -88,7 +88,7 @@ def on_cache(directory: Path, draft: bool = False, int8: bool = True, kernels: s
 def logits(
     directory: Path, counts: tuple[int, ...], *of: Any, **options: Any
 ) -> NDArray[np.float32]:
-    """Those of tokens in calls of so many."""
+    """The logits of the tokens, in calls of ``counts`` tokens."""
     engine = on_cache(directory, *of, **options)
     found = []
     at = 0
@@ -121,7 +121,7 @@ def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, i
 
 
 def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
-    """By operator, the formats of levels that it reads, and where they lie."""
+    """For each operator, the formats of levels that it reads, and their places."""
     place = build_for_cpu(directory, load_manifest(directory))
     model = onnx.load(str(place / graph), load_external_data=False)
     offsets = {
@@ -180,7 +180,7 @@ def test_other_drafts_leave_the_weights_in_one_piece(
 
 
 def upper_values(weight: torch.Tensor) -> torch.Tensor:
-    """A linear weight [out, in] as its upper halves give it."""
+    """A linear weight [out, in], computed from the upper halves of its levels."""
     quantized = quantize(weight.numpy(), "int8", "float32")
     levels = (
         quantized.levels.view(np.int8).reshape(len(quantized.scales), 32, -1).astype(np.float32)

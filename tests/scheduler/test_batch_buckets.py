@@ -212,7 +212,7 @@ def pad(patch: pytest.MonkeyPatch) -> None:
 
 
 SLOTS = (48, 96, 192, 400)
-"""The numbers of slots that attention may read of the harness's caches."""
+"""The numbers of slots that attention may read in the harness's caches."""
 
 
 @pytest.mark.parametrize(

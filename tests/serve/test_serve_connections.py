@@ -70,7 +70,7 @@ def test_who_leaves_is_cancelled(
     connection = raw(server, path, {**LONG, **prompt, "stream": stream})
     assert held.reached.wait(30)
     connection.close()
-    eventually(lambda: server.serving.active == 0)  # the server has noticed, and has cancelled
+    eventually(lambda: server.serving.active == 0)  # the server has detected it, and has cancelled
     held.release()
     server.idle()
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1

@@ -284,7 +284,7 @@ def train(
 
 
 def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitHead:
-    """A random head after layer 1 that reads the states after all further layers. It is also
+    """A random head after layer 1 that reads the states after all later layers. It is also
     written to ``directory``."""
     deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
     config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)

@@ -65,7 +65,7 @@ class FamilyCase:
 
     @property
     def has_levels(self) -> bool:
-        """Whether the experts are stored with the levels of MXFP4, which blocks of 32 have."""
+        """Whether the experts are stored with MXFP4 levels, which come in blocks of 32."""
         sizes = (self.options[name] for name in ("hidden_size", "intermediate_size"))
         return self.model_type == "gpt_oss" and not any(size % 32 for size in sizes)
 
@@ -74,7 +74,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def with_levels(directory: Path) -> None:
-    """Store the experts of a gpt-oss as it is published: levels of 4 bits, and exponents."""
+    """Store the experts of a gpt-oss model as published: 4-bit levels, and exponents."""
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     (directory / "config.json").write_text(json.dumps(config))
@@ -275,7 +275,7 @@ def _gemma4(rng: random.Random, sizes: Options) -> Options:
 
 
 def _experts(rng: random.Random) -> tuple[int, int]:
-    """The numbers of experts in a layer, and used by a token."""
+    """The number of experts in a layer, and the number that a token uses."""
     return rng.choice(((3, 2), (4, 1), (5, 5), (6, 2), (17, 3)))
 
 

@@ -178,7 +178,7 @@ class Product:
         random = np.random.default_rng(self.seed)
         inputs = self.parts[0].shape[0]
         outputs = sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
-        # Blocks differ in size, so that another block's scale is noticed; one is 0, and one is far
+        # Blocks differ in size, so that another block's scale is detected; one is 0, and one is far
         # below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
         sizes[3, 0] = 0

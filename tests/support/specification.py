@@ -113,7 +113,7 @@ class Weight:
 
     Attributes:
         form: ``float32``, ``float16``, ``bfloat16`` or one of :data:`BITS`.
-        values: The values, if the format is one of floats.
+        values: The values, if the format is a floating-point format.
         levels: [K, N], from 0 on.
         zero: The level for 0.
         scales, minimums: [K / 32 or 16, N]; minimums may be None.
@@ -240,7 +240,7 @@ def product(
 
 
 def route(logits: Floats, used: int, normed: bool) -> tuple[NDArray[np.int64], Floats]:
-    """The experts of each row [T, E], ascending, and their weights."""
+    """The experts of each row [T, E], in ascending order, and their weights."""
     found, logprobs = top_k(logits, used)
     weights = exponential(logprobs)
     if normed:
@@ -304,7 +304,7 @@ class Heads:
     sinks: Floats | None = None
 
     def cached(self, x: Floats) -> Floats:
-        """Keys or values rounded as in a cache of floats."""
+        """Keys or values rounded as in a floating-point cache."""
         limit = np.float32(65504)
         if self.dtype == "float32":
             return x

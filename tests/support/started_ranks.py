@@ -1,4 +1,4 @@
-"""A command in a process for each rank, started like by torchrun, but with the exit code of each
+"""A command in a process for each rank, as torchrun starts it, but with the exit code of each
 rank."""
 
 import os

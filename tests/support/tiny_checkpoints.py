@@ -137,7 +137,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 @torch.no_grad()
 def decoder_logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [1, T, V] of this project's decoder for token ids [1, T]."""
+    """Logits [1, T, V] that this project's decoder computes for token ids [1, T]."""
     geometry = checkpoint.geometry
     count = ids.shape[1]
     caches = empty_caches(geometry, 1, count)

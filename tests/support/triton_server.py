@@ -64,8 +64,8 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
     packages = site_packages(python)
     found = packages / "pytriton" / "tritonserver"
     version = packages.parent.name.removeprefix("python")
-    # The backend searches its stub and its helper beside itself, and its libraries beside its real
-    # file, so they are links, not copies.
+    # The backend searches for its stub and its helper next to itself, and for its libraries next to
+    # its real file, so they are links, not copies.
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
     parts = [

@@ -81,7 +81,7 @@ MESSAGES = [{"role": "user", "content": "the x"}]
 
 
 def byte_level(begin: bool) -> Tokenizer:
-    """A tokenizer like those of Llama 3 and Qwen."""
+    """A tokenizer like Llama 3's and Qwen's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +103,7 @@ def byte_level(begin: bool) -> Tokenizer:
 
 
 def sentencepiece(begin: bool) -> Tokenizer:
-    """A tokenizer like that of Llama 2."""
+    """A tokenizer like Llama 2's."""
     letters = [*"▁abcdefghijklmnopqrstuvwxyzTé日.:", "▁t", "th", "▁th", "he", "▁the"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("h", "e"), ("▁th", "e")]
@@ -251,7 +251,7 @@ def random_config(chance: random.Random) -> dict[str, Any]:
 
 
 def write_other_files(model: Path, chance: random.Random) -> None:
-    """Files that override others."""
+    """Files that override other files."""
     if chance.random() < 0.3:
         mapped = {"eos_token": "<|end|>", "pad_token": {"content": "<|p|>", "lstrip": True}}
         mapped |= {"additional_special_tokens": ["<|map|>"]} if chance.random() < 0.5 else {}

@@ -14,7 +14,7 @@ LOOKUP_NGRAM = 3
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Let OpenVINO GenAI read a GGUF file, and save the model that it makes beside the file, so
+    """Let OpenVINO GenAI read a GGUF file, and save the resulting model next to the file, so
     that later loads are quick."""
     import openvino_genai as genai
 
