@@ -86,7 +86,7 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
 
     Args:
         correct: Whether the head's draft of token i, after ``a`` drafted tokens, is token i [A, T].
-            Larger values of ``a`` count as A - 1.
+            Larger values of ``a`` are treated as A - 1.
         draft_length: Drafts in a round. The last round has fewer, because each round ends with a
             token of the verifier.
 

@@ -133,7 +133,8 @@ class _EngineRows:
 class EngineTeacher:
     """Reads rows one after another, and returns the same states as drafting.
 
-    It is called like :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same results.
+    The reader is called like a :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same
+    results.
     """
 
     CHUNK = 256

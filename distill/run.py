@@ -405,7 +405,7 @@ class Run:
         return Teacher(self.decoder, layers, top_k, precision)
 
     def given_head(self) -> ExitHead | None:
-        """The head in ``init_head``, with its draft vocabulary; None without one.
+        """The head in ``init_head``, with its draft vocabulary; None without ``init_head``.
 
         Raises:
             EESDError: Its shape differs from the options.

@@ -305,7 +305,7 @@ class Trainer:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Give the head the mean of its weights within the block, if the run averages them."""
+        """Within the block, give the head the mean of its weights, if the run averages weights."""
         self._swap()
         try:
             yield

@@ -320,7 +320,7 @@ class OnnxOperations:
         return self.node("Add", [y, self._weight(packed_name(biases), (rows,)).name])
 
     def _gated(self, y: str, layers: Sequence[Linear], activation: str) -> str:
-        """The activated gate times up. Both are in y, side by side."""
+        """The activated gate times up; gate and up lie side by side in y."""
         gate, up = self._split(y, [layer.outputs for layer in layers], -1)
         if activation == "clamped":
             wide = [self._cast(part, self.dtype, "float32") for part in (gate, up)]

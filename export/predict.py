@@ -247,7 +247,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
 
 
 def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> int:
-    """Operations of a node's products with weights, for each rank. Excludes attention."""
+    """Number of operations of a node's products with weights, for each rank. Excludes attention."""
     matrices = [weight for weight in _weights_read(manifest, graph) if len(weight.shape) == 2]
     return sum(2 * prod(weight.shape) // (ranks if is_split(weight) else 1) for weight in matrices)
 

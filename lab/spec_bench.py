@@ -59,8 +59,8 @@ KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Question:
-    """The user's messages, turn by turn. Each follows the answer to the previous one. ``category``
-    comes from the file."""
+    """The user's messages, turn by turn. Each message follows the answer to the previous message.
+    ``category`` comes from the file."""
 
     id: int
     category: str

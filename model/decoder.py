@@ -177,8 +177,8 @@ class ExitHead(nn.Module):
         )
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
-        """The rows of an LM head's weight [V, hidden] for the head's logits: those of the draft
-        vocabulary."""
+        """The rows of an LM head's weight [V, hidden] that give the head's logits: the rows of the
+        draft vocabulary."""
         return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
 
     def columns(self, tokens: Tensor) -> Tensor:

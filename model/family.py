@@ -186,7 +186,8 @@ class Family:
         own: Reads the fields that other families do not have.
         tensors: Converts stored tensors to the decoder's.
         gguf: Storage in GGUF files; None if not supported, or stored as another family.
-        published: Class name in configs with custom code, if it differs.
+        published: Class name in configs with custom code, if it differs from the class in
+            transformers.
         by_layer: Whether the family reads ``per_layer_config``, which other families refuse.
     """
 

@@ -23,7 +23,8 @@ class Graph(nn.Module):
 
     Attributes:
         described: The description of the model.
-        operations: The table of operations. An engine may replace it and the following attributes.
+        operations: The table of operations. An engine may replace this table and the following
+            attributes.
         best: Function of logits [B, n, V] in any type, K and a draft vocabulary that returns an
             engine's results for its callers (:func:`~eesd.runtime.engines.torch_fused.find_best`).
             If None, operators of torch compute them from float32.

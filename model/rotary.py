@@ -101,7 +101,7 @@ def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floa
     of dimensions."""
 
     def dimension(turns: float) -> float:
-        """The dimension with this number of turns within the original positions."""
+        """The dimension whose angle makes this number of turns within the original positions."""
         return (size * math.log(scaling.original_max_position / (turns * 2 * math.pi))) / (
             2 * math.log(theta)
         )

@@ -310,7 +310,7 @@ class TorchOperations:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
-        """The activated gate times up. Both are in y, side by side."""
+        """The activated gate times up; gate and up lie side by side in y."""
         gate, up = y.chunk(2, -1)
         if activation == "clamped":
             gate = gate.clamp_max(CLAMP)

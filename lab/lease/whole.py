@@ -237,7 +237,7 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
     """Time the HTTP server with this number of clients, plain and drafting. The server accepts
-    seven of ten drafts."""
+    seven of ten drafted tokens."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions

@@ -77,7 +77,7 @@ def _stored_in_metadata(fields: Fields, layers: int) -> dict[str, Array]:
 
 
 def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
-    # A file without a scaling has none.
+    # Without a scaling in the file, frequencies are not scaled.
     rope = raw["rope_scaling"] or {"rope_type": "default"}
     numbers = [own.take(f"xielu.{number}") for number in NUMBERS]
     return {GGUF_NUMBERS: numbers, "rope_scaling": rope}

@@ -98,8 +98,8 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The harness's model exported with options: ``whole``, drafted for by all of its layers in 4
-    bits; ``stages``."""
+    """The harness's model exported with options, such as ``whole`` (all layers draft, in 4 bits)
+    or ``stages``."""
 
     @cache
     def directory(**options: Any) -> Path:

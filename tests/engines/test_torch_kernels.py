@@ -35,8 +35,8 @@ NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine directory in float16 with packed layers, biases, a tied LM head, and a copy of that
-    for the draft."""
+    """A float16 engine directory with packed layers, biases, a tied LM head, and a copy of the LM
+    head for the draft."""
     output = tmp_path_factory.mktemp("quantized") / "plans"
     options = (
         "--dtype",

@@ -121,7 +121,7 @@ def test_tokens_match_onnx_runtime_until_the_cache_is_full(
     name: str,
     flavour: str,
 ) -> None:
-    """The last calls have no room for a bucket."""
+    """At the end of the cache, calls have no room for a bucket."""
     directory = shutil.copytree(staged(stages), tmp_path / "plans")
     fake.write_plans(directory, flavour)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)

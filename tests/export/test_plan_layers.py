@@ -86,7 +86,7 @@ class Layer(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that a call reads and writes. Updated caches and tables are touched in a few rows
-        only. Bytes that depend on the slots that attention reads do not count."""
+        only. Bytes that depend on the number of slots that attention reads are not counted."""
         read = [tensor for tensor in self.inputs if tensor not in (*self.outputs, *self.parts)]
         written = [tensor for tensor in self.outputs if not tensor.is_cache]
         tables = () if "Gath" in self.name else self.constants

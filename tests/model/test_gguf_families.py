@@ -85,7 +85,7 @@ def qwen2moe(gate: tuple[int, ...], kind: str = "F32") -> Spec:
 
 
 def apertus(**more: Any) -> Spec:
-    """With the numbers of xIELU in the metadata, and the divisors of Llama 3's scaling."""
+    """A file with xIELU's numbers in the metadata, and the divisors of Llama 3's scaling."""
     tensors = of_blocks(
         ffn_gate__weight=None,
         attn_q_norm__weight=floats(HIDDEN // HEADS) + 1,

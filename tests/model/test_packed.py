@@ -699,7 +699,7 @@ def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
 def test_symmetric_zeros_of_both_formats_are_told_apart(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """With zeros of 8 under "sym": false, every weight would be off by one scale."""
+    """If zero points of 8 were read with "sym": false, every weight would be off by one scale."""
     model = copy_of(pairs, tmp_path, "gptq-v2-called-gptq")
     edit_json(model / "config.json", quantization_config=GPTQ | {"sym": False})
     with pytest.raises(EESDError, match="set it to true"):

@@ -565,7 +565,7 @@ def test_attention_of_queries_alone_reads_what_another_layer_wrote(
 
 
 def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
-    """Parents of nodes; that of the first node is the last token of the context."""
+    """Parents of nodes; the first node's parent is the last token of the context."""
     return [
         context - 1,
         *(int(random.integers(context, context + node)) for node in range(1, nodes)),

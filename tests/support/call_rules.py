@@ -70,6 +70,6 @@ class Figures(NamedTuple):
 
 
 def figures(log: Sequence[Call]) -> Figures:
-    """The figures of a piece of a log, such as one round."""
+    """The figures of a part of a log, such as one round."""
     counts = Counter(call.name for call in log)
     return Figures(counts["synchronize"], counts["replay"], counts["execute"])

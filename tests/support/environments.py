@@ -56,7 +56,7 @@ def make(name: str) -> Path:
 
 
 def make_npm(name: str) -> Path:
-    """The directory with exactly the npm packages in
+    """A directory with exactly the npm packages that are listed in
     ``tests/environments/NAME/package-lock.json``.
 
     Raises:

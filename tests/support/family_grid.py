@@ -128,7 +128,7 @@ def _biases(rng: random.Random, *names: str) -> Options:
 
 
 def _rope(rng: random.Random) -> Options:
-    """A rotary embedding for families with Llama's scalings."""
+    """A random rotary embedding for families with Llama's scalings."""
     theta = {"rope_theta": rng.choice((500.0, 10000.0, 1e6))}
     scalings: list[Options] = [
         {"rope_type": "default"},

@@ -16,7 +16,7 @@ _KILL = "import os, signal; kill = lambda *_, **__: os.kill(os.getpid(), signal.
 
 def kill_command(module: str, arrange: str, *arguments: object) -> None:
     """Run a command in a process. ``arrange`` is code that puts the function ``kill`` where the
-    process shall die."""
+    process is to die."""
     code = f"{_KILL}; {arrange}; from {module} import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True

@@ -13,7 +13,7 @@ PACKAGE = "eesd"
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """Returns a batch of ``rows`` requests if there is the option ``rows``. The mode then
+    """With the option ``rows``, returns a batch of ``rows`` requests. The mode then
     determines when it drafts: ``automatic``, ``always`` or ``never``."""
     import eesd
     from eesd.runtime.llm import Speculation

@@ -49,7 +49,7 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Plain | Server":
-    """Returns a server of ``rows`` slots if there is the option ``rows``."""
+    """With the option ``rows``, returns a server with ``rows`` slots."""
     file = str(Path(path) / FILE)
     if "rows" in options or options["mode"] == "ngram":
         return Server(file, options)

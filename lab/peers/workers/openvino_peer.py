@@ -28,7 +28,7 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """Returns a batch of at most ``rows`` requests if there is the option ``rows``."""
+    """With the option ``rows``, returns a batch of at most ``rows`` requests."""
     import openvino_genai as genai
 
     properties = {"INFERENCE_NUM_THREADS": options["threads"]}
