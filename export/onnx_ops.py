@@ -644,8 +644,8 @@ class OnnxOperations:
     def _convolved(
         self, state: str, states: str | Sequence[str], block: Block, name: str, taps: int
     ) -> str:
-        """The sums [B, n, columns] in float32 of a convolution over states, which lie in caches, or
-        side by side in a tensor [B, S, columns] in float32."""
+        """The float32 sums [B, n, columns] of a convolution over states, which lie in caches, or
+        side by side in a float32 tensor [B, S, columns]."""
         columns = self.shapes[f"{block.prefix}{name}.weight"][0]
         weights = self._split(self._wide(block, name), [1] * taps, 2)
         total = ""

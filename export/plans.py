@@ -1,8 +1,8 @@
 """Build plans with TensorRT or TensorRT-RTX. Both have the same Python API.
 
 TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled
-when a plan is loaded. TensorRT times kernels on the GPU that will run them. In both, fused
-attention needs a fixed cache length S, an additive float mask, and a 16-bit element type.
+when a plan is loaded. TensorRT times kernels on the GPU that will run them. With both libraries,
+fused attention needs a fixed cache length S, an additive float mask, and a 16-bit element type.
 """
 
 import hashlib

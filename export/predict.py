@@ -1,5 +1,5 @@
-"""Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants
-of the hardware.
+"""Predict the time of draft steps and verify passes on a GPU, from bytes, operations and hardware
+constants.
 
 docs/predict.md has the formula, and marks constants as published, as measured on an H200 with the
 torch backend, or as assumed.

@@ -49,7 +49,8 @@ DRAFTED = 3
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
 SAFETY = 4
-"""Factor of the expected error: only the average error grows as the square root of the terms."""
+"""Factor by which an error may exceed its estimate: only the average error grows as the square root
+of the number of terms."""
 
 
 class QuickCheck:

@@ -256,7 +256,7 @@ def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
     decides.
 
     Raises:
-        EESDError: A file is missing, damaged or of another format, or the index does not decide
+        EESDError: A file is missing, damaged or in another format, or the index does not decide
             between two tensors.
     """
     index = directory / "model.safetensors.index.json"

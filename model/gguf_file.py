@@ -174,7 +174,7 @@ def _read_header(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads a header from beginning to end. A length beyond the end of the file is refused."""
+    """Reads a header from beginning to end. A length that exceeds the file is refused."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
@@ -479,7 +479,7 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
 
 
 def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
-    """The float16 at an offset of each block [count, 1]."""
+    """The float16 value at an offset within each block [count, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 

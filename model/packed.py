@@ -485,7 +485,7 @@ class PackedFloats(PackedTensor):
 
 
 class PackedFp4(PackedTensor):
-    """A weight stored as NVFP4."""
+    """An NVFP4 weight."""
 
     def _shape(self) -> tuple[int, int]:
         outputs = self._levels_part.shape[0]

@@ -188,7 +188,7 @@ def _float8(values: Floats) -> NDArray[np.uint8]:
     bits = sizes.view(np.int32)
     large = np.right_shift(bits, 20)
     large &= 1
-    # Adding these bits rounds the lower ones to the nearest number, and ties to even.
+    # Adding these bits rounds the lower bits away: to the nearest number, and ties to even.
     large += (1 << 19) - 1
     large += bits
     large >>= 20

@@ -68,7 +68,8 @@ class CheckpointTensor:
         return self.checked(self.read_bytes().view(dtype).reshape(self.shape))
 
     def checked(self, values: Array) -> Array:
-        """These values, if all are finite. Raises :class:`EESDError` if one is infinite or NaN."""
+        """These values, if all are finite. Raises :class:`EESDError` if a value is infinite or
+        NaN."""
         if not all_finite(values):
             raise EESDError(
                 f"{self.path}: the tensor {self.name} has values that are not finite numbers; "

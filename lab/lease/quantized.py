@@ -30,7 +30,7 @@ def products(lease: Lease) -> dict[str, Any]:
     """All kinds of quantized weights against dequantized weights, and milliseconds of a block's
     products in a CUDA graph.
 
-    On a CPU it needs Triton's interpreter, and nothing is timed.
+    On a CPU this step needs Triton's interpreter, and nothing is timed.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is None or not (lease.on_gpu or interpreted):

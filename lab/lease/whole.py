@@ -199,7 +199,7 @@ def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any
         engine.forward([call])
         if on_gpu:
             torch.cuda.synchronize()
-    # The profiler lists the host's calls, too, each of which launched a kernel.
+    # The profiler also lists the host's calls, each of which launched a kernel.
     events = [
         event
         for event in profile.key_averages()

@@ -67,8 +67,8 @@ class Process:
         return f"{answer['package']} {answer['version']}"
 
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer. Raises :class:`PeerError` for an error, or if no
-        answer comes."""
+        """Send a request and wait for the answer. Raises :class:`PeerError` if the answer is an
+        error, or if no answer comes."""
         assert self._process.stdin is not None and self._process.stdout is not None
         late = Timer(self.seconds, self._process.kill)
         late.start()

@@ -89,7 +89,7 @@ def delta_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _of_rule(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The decoder's tensors for a tensor that may belong to the delta rule."""
+    """The decoder's tensors for a stored tensor, which may belong to the delta rule."""
     rule = geometry.delta
     before, _, module = name.partition(RULE)
     named = {"A_log": DELTA_DECAY, "dt_bias": DELTA_BIAS}.get(module)

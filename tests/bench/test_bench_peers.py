@@ -119,8 +119,8 @@ def comparison(
 
 
 def timed_calls(directory: Path) -> list[str]:
-    """Variant and first token of the measured calls, without warm-up calls, whose prompts are
-    reversed."""
+    """Variant and first token of the measured calls. Warm-up calls, whose prompts are reversed, are
+    left out."""
     lines = [line.split() for line in (directory / "calls").read_text().splitlines()]
     return [f"{variant} {token}" for variant, token, _ in lines if token != "50"]
 

@@ -54,7 +54,7 @@ def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
-    """The action raises an EESDError of one line with all these words."""
+    """The action raises a one-line EESDError with all these words."""
     with pytest.raises(EESDError) as caught:
         action()
     message = str(caught.value)

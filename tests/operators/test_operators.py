@@ -362,7 +362,7 @@ def test_top_k_of_values_that_are_not_finite(
     tmp_path: Path, names: list[str], value: float
 ) -> None:
     """Columns are those of the specification, and so never out of range. Without infinities, the
-    log-probabilities are, too."""
+    log-probabilities are also those of the specification."""
     logits = random_logits(seeded("finite"), 5, 300)
     logits[0] = value
     logits[1, ::2] = value

@@ -153,7 +153,7 @@ def test_floats_stay_as_they_are(form: int, inputs: int, outputs: int) -> None:
 
 
 def weight(levels: Any = 0, scales: Any = 1, minimums: Any = None, block: int = 32) -> list[Any]:
-    """Levels [64, 3], scales and minimums with some values; of an array its own shape."""
+    """Levels [64, 3], scales and minimums with some values; arrays keep their own shapes."""
 
     def filled(value: Any, shape: tuple[int, int], dtype: str) -> Any:
         return value if isinstance(value, np.ndarray) else np.full(shape, value, dtype)

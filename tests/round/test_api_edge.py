@@ -1,4 +1,4 @@
-"""The edge of the Python API: any argument works, or raises an EESDError of one sentence."""
+"""The edge of the Python API: any argument works, or raises an EESDError with one sentence."""
 
 import gc
 import os

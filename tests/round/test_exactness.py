@@ -143,7 +143,7 @@ def test_calls_of_every_size_give_the_same_bits(exported: Export, backend: str, 
 def test_drafting_chains_changes_no_bit(
     exported: Export, backend: str, kind: str, name: str
 ) -> None:
-    """Beyond 160 tokens the cache grows. A prompt of one chunk and a bit more has chunks of two
+    """Beyond 160 tokens the cache grows. A prompt slightly longer than a chunk has chunks of two
     sizes."""
     llm = eesd.load(exported(kind), backend, speculation=CHAIN, threads=1)
     for prompt in (PROMPT, list(range(3, 90)) * 2):

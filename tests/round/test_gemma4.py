@@ -53,8 +53,8 @@ CONFIG: dict[str, Any] = SMALL | {
     "num_kv_shared_layers": 2,
     "sliding_window": 40,
 }
-"""Heads have 8 and 12 values, so a head of a cache has 4. torch's products with 12 inputs depend on
-the number of rows, with 16 they do not."""
+"""Heads have 8 and 12 values, so a head of a cache has 4. torch's products depend on the number of
+rows with 12 inputs, but not with 16."""
 EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 DENSE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
 KINDS = {"inputs": {}, "experts": DENSE | EXPERTS | {"moe_intermediate_size": 24}}

@@ -531,8 +531,8 @@ def test_what_no_token_can_write_is_an_error_and_no_short_text(
 
 
 class Words:
-    """EOS and tokens of one to thirty letters, as real vocabularies have them, in the form that
-    llguidance asks for."""
+    """EOS and tokens of one to thirty letters, as in real vocabularies, in the form that llguidance
+    needs."""
 
     eos_token_id = 0
     bos_token_id = None

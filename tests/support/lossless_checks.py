@@ -270,8 +270,8 @@ def check_same_tokens(
 ) -> Stats:
     """Drafting changes nothing, while the cache grows. Returns the statistics of the drafting run.
 
-    The logits after every committed token are compared, too: chains change no bit, and trees no
-    more than rounding does; on the default engine, trees change no bit, either.
+    The logits after every committed token are compared, too: chains change no bit, and trees change
+    no more than rounding does; on the default engine, trees also change no bit.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)

@@ -77,7 +77,7 @@ class Served:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics; 0 if it does not exist yet."""
+        """A value of /metrics; 0 if it does not exist yet."""
         given = {"model_name": self.serving.model_name, "engine": "0", **labels}
         return self.serving.metrics.registry.get_sample_value(name, given) or 0.0
 
