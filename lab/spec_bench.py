@@ -339,7 +339,7 @@ class Questioning:
 def main(
     questions: tuple[Path, ...], directories: tuple[Path, ...], output: Path, **given: Any
 ) -> None:
-    """Answer questions plainly and drafted, and print a table."""
+    """Answer questions without and with drafting, and print a table."""
     resume = given.pop("resume")
     overwrite = given.pop("overwrite")
     given |= {"samplings": given["samplings"].split()} | {

@@ -437,8 +437,8 @@ class TorchOperations:
         return own.num_kv_heads * own.head_dim // self.model.geometry.head_dim
 
     def _as_heads(self, cache: Tensor, block: Block) -> Tensor:
-        """Keys or values of a cache, [B, heads, S, D] of a block. It is a copy if a head takes
-        several heads of the cache."""
+        """Keys or values of a cache, in the block's shape [B, heads, S, D]. It is a copy if a head
+        takes several heads of the cache."""
         own = block.geometry
         used = cache[:, : self._units(block)]
         if own.head_dim == cache.shape[3]:

@@ -108,7 +108,8 @@ def make_logger(trt: Any) -> Any:
 
 
 def make_allocator(trt: Any, device: int) -> Any:
-    """Make an allocator that gives TensorRT memory from the pool of the rest of the service.
+    """Make an allocator that serves TensorRT from the memory pool that the rest of the service
+    uses.
 
     All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not
     propagate through TensorRT; None means that there is no memory. torch aligns memory to 512

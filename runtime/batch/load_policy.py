@@ -1,4 +1,4 @@
-"""The policy of a batch: rows draft as long as drafting pays for the whole batch."""
+"""The policy of a batch: rows draft as long as drafting makes the whole batch faster."""
 
 import time
 from collections.abc import Sequence

@@ -111,8 +111,8 @@ def load_modules(
         draft: Whether to load the draft. Without it, weights that only the draft uses are not
             loaded.
         split: This process's part of the blocks. None: all of them.
-        kernels: Whether to use kernels in Triton, with which quantized weights stay quantized, and
-            blocks run fewer kernels. None: on a GPU where they work.
+        kernels: Whether to use Triton kernels: weights then stay quantized, and blocks run fewer
+            kernels. None: on a GPU where they work.
 
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the

@@ -100,7 +100,7 @@ def check_supported(body: Body, choices: int = 1) -> None:
     """Refuse unsupported fields that would change the text, instead of ignoring them.
 
     Args:
-        body: The body of the request. Fields that its class declares are supported.
+        body: The body of the request. The fields declared by its class are supported.
         choices: Number of texts for each prompt.
 
     Raises:

@@ -138,7 +138,8 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
 @pytest.mark.slow
 def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) -> None:
     """``make operators`` and editable installations build in place: without a compiler, even an old
-    library is removed. The compiler only writes its output: a real one takes a minute."""
+    library is removed. The compiler is a stub that only writes its output, because a real one takes
+    a minute."""
     library = checkout / "runtime" / "engines" / "libeesd_operators.so"
     touch = tmp_path / "c++"
     touch.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')

@@ -135,7 +135,7 @@ class Graph:
 
 
 class Block:
-    """Memory of a device. It is freed when nothing refers to the block any more, even if queued
+    """Memory of a device. It is freed when no Python object refers to it any more, even if queued
     work does."""
 
     def __init__(self, machine: "Machine", offset: int, size: int, owner: Any) -> None:
