@@ -50,7 +50,7 @@ def notice() -> str:
 def assert_one_line(stderr: str, *words: str) -> None:
     """One line, apart from the :func:`notice` and the steps that have begun."""
     stderr = stderr.removeprefix(notice())
-    while stderr.partition("\n")[0].endswith(" ..."):
+    while stderr.partition("\n")[0].endswith(" ...") and not stderr.startswith("error: "):
         stderr = stderr.partition("\n")[2]
     assert stderr.startswith("error: ") and stderr.endswith("\n"), stderr
     assert stderr.count("\n") == 1, stderr
