@@ -17,7 +17,7 @@ from typing import Any
 
 def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]:
     """Results of clients that ask for the same completion at once and must get the same tokens.
-    Tokens per second are those of all clients."""
+    Tokens per second are summed over all clients."""
     command = [sys.executable, __file__, address.partition("//")[2], str(clients), json.dumps(body)]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

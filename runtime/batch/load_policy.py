@@ -27,8 +27,8 @@ their first tokens matters more than the time between tokens."""
 LEAST_PART = 0.05
 """Minimum share of a call's time that is attributed to a prompt piece."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Sizes of prompt pieces that share a call with rows, in addition to the size in the batch's
-options."""
+"""Numbers of tokens that a prompt piece can have if it shares a call with rows. The largest size is
+in the batch's options."""
 
 
 class LoadPolicy(Policy):

@@ -1,5 +1,5 @@
-"""A sequence of tokens over its KV cache, and its rounds: draft, verify, accept, commit. Read it
-top-down from :func:`run_round`."""
+"""A sequence of tokens over its KV cache, and its rounds: draft, verify, accept, commit. Read this
+file top-down from :func:`run_round`."""
 
 import time
 from collections.abc import Callable, Sequence
