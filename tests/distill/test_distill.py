@@ -202,6 +202,11 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def own_text(learner: Path, prompts: Path) -> tuple[object, ...]:
+    """Arguments of a run that trains on the model's continuations of prompts."""
+    return ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL)
+
+
 def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
     learner: Path, tmp_path: Path
 ) -> None:
@@ -210,13 +215,7 @@ def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"t{i} t{i}"}) + "\n" for i in range(5, 60)))
     arguments = (
-        "--model",
-        learner,
-        "--exit-layer",
-        1,
-        "--self-generate",
-        prompts,
-        *SMALL,
+        *own_text(learner, prompts),
         "--own-rows",
         250,
         "--own-batch",
@@ -408,15 +407,9 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
     ]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = (
-        "--model",
-        learner,
-        "--exit-layer",
-        1,
-        "--self-generate",
-        prompts,
+        *own_text(learner, prompts),
         "-o",
         tmp_path / "out",
-        *SMALL,
         "--own-rows",
         40,
         "--own-batch",
@@ -444,13 +437,7 @@ def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = (
-        "--model",
-        learner,
-        "--exit-layer",
-        1,
-        "--self-generate",
-        prompts,
-        *SMALL,
+        *own_text(learner, prompts),
         "--own-rows",
         40,
         "--steps",
@@ -472,15 +459,7 @@ def test_without_operators_torch_writes_and_says_so(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc def"}\n')
     monkeypatch.setattr(operators, "missing", lambda: "They are not there.")
     monkeypatch.setattr(EngineWriter, "texts", lambda *_: pytest.fail("the operators were used"))
-    arguments = (
-        "--model",
-        learner,
-        "--exit-layer",
-        1,
-        "--self-generate",
-        tmp_path / "prompts.jsonl",
-        *SMALL,
-    )
+    arguments = own_text(learner, tmp_path / "prompts.jsonl")
     result = succeed(main, *arguments, "--own-rows", 20, "--steps", 1, "-o", tmp_path / "out")
     assert (
         SLOWLY in result.stderr and len(list((tmp_path / "out" / "own-text").glob("shard-*"))) == 1

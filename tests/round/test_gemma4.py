@@ -1,7 +1,6 @@
 """Gemma 4: layers of other shapes, layers that read the keys and values of other layers, and inputs
 of layers, on each backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, alone, requests
-from support.batches import run as run_batch
 from support.command import add_tokenizer, assert_refused, run, succeed
 from support.family_grid import SMALL, FamilyCase
 from support.harness import Harness
+from support.layer_checks import (
+    check_batch,
+    check_command,
+    check_config_is_refused,
+    check_drafts,
+    check_greedy_tokens,
+    check_narrow_caches,
+    check_teacher,
+)
 from support.lossless_checks import (
     PROMPTS,
-    SAMPLINGS,
-    check_cache,
-    check_same_tokens,
-    check_tree_drafts,
 )
 from support.tiny_checkpoints import randomise
 from support.without_operators import needs_operators
@@ -28,16 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
-from eesd.controllers import make_controller
-from eesd.distill import teacher
-from eesd.distill.teacher import full_sequence_inputs
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder, make_initial_head, save_exit_head
-from eesd.runtime.batch.scheduler import Scheduler
-from eesd.runtime.cli import main as run_main
-from eesd.runtime.llm import Speculation
 
 CONFIG: dict[str, Any] = SMALL | {
     "vocab_size": 97,
@@ -93,27 +89,14 @@ def harness(request: pytest.FixtureRequest, place: Path) -> Harness:
 def test_drafting_gives_the_tokens_of_plain_decoding(
     harness: Harness, name: str, width: int
 ) -> None:
-    controller = make_controller("fixed:k=4", seed=3)
-    accepted = judged = 0
-    for prompt in PROMPTS:
-        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
-        accepted = accepted + stats.accepted_tokens
-        judged = judged + sum(stats.verified_at_depth)
-    assert 0 < accepted < judged, "acceptance and rejection must both occur"
-    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller, width)
-    if width > 1:
-        check_tree_drafts(harness, PROMPTS[2], width)
+    check_drafts(harness, name, width)
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_a_batch_gives_the_tokens_of_each_request_alone(place: Path, backend: str) -> None:
     """The batch has rows that draft, prompts in pieces of 16 tokens, and kept beginnings."""
     llm = eesd.load(place / "plans", backend, threads=1)
-    given = list(requests(12, seed=7))
-    scheduler = Scheduler(llm, OPTIONS)
-    for request, record in zip(given, run_batch(scheduler, given, every=2), strict=True):
-        assert record.tokens == alone(llm, request)
-    assert scheduler.prefixes.hits and not scheduler.kv_used
+    check_batch(llm)
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
@@ -121,13 +104,7 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
     reference: Any = AutoModelForCausalLM.from_pretrained(
         place / "model", dtype=torch.float32, experts_implementation="eager"
     )
-    prompt = torch.tensor([PROMPTS[2]])
-    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
-    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    for speculation in (None, Speculation(tree=2, guard=False), Speculation(guard=False)):
-        llm = eesd.load(place / "plans", backend, threads=1, speculation=speculation)
-        found = llm.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True).tokens
-        assert found == expected[0, len(PROMPTS[2]) :].tolist(), speculation
+    check_greedy_tokens(place / "plans", backend, reference)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -135,41 +112,17 @@ def test_a_teacher_computes_the_model(
     place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The teacher runs with caches, as on CPUs, and without caches, as on GPUs."""
-    made = partial(full_sequence_inputs, whole=whole)
-    monkeypatch.setattr(teacher, "full_sequence_inputs", made)
-    decoder = load_decoder(Checkpoint(place / "model"))
-    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-    hidden, _ = teacher.Teacher(decoder, range(1, 7), 4, "float32")(ids)
-    reference: Any = AutoModelForCausalLM.from_pretrained(
-        place / "model", dtype=torch.float32, experts_implementation="eager"
-    )
-    mask = torch.ones_like(ids)
-    expected = reference(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    for layer in range(1, 6):
-        torch.testing.assert_close(hidden[layer], expected[layer], rtol=1e-4, atol=1e-4)
+    check_teacher(place / "model", 6, whole, monkeypatch, experts_implementation="eager")
 
 
 @needs_operators()
 @pytest.mark.parametrize("kind", ["float16", "int8"])
 def test_rounded_caches_are_the_same_in_drafts_and_without(place: Path, kind: str) -> None:
-    for tree in (1, 2):
-        speculation = Speculation("fixed:k=4", tree=tree, guard=False)
-        load = partial(eesd.load, place / "plans", threads=1, kv_cache_dtype=kind)
-        drafts = load(speculation=speculation)
-        plain = load(speculation=None)
-        found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
-        assert found.tokens == plain.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True).tokens
-        assert found.stats.accepted_tokens
+    check_narrow_caches(place / "plans", kind)
 
 
 def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
-    """The model alone is exported. The whole model in 4 bits drafts in the first run only."""
-    ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
-    model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
-    drafts, plain = (
-        json.loads(succeed(run_main, *model, *ask, *more).stdout) for more in ((), ("--no-draft",))
-    )
-    assert drafts["tokens"] == plain["tokens"] and drafts["stats"]["accepted_tokens"]
+    check_command(place / "model", tmp_path)
 
 
 def test_the_text_model_of_a_whole_model_is_used_alone(tmp_path: Path) -> None:
@@ -229,9 +182,4 @@ def test_caches_have_no_place_for_layers_that_read_others(place: Path) -> None:
 def test_what_is_not_supported_is_refused(
     place: Path, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    for file in (place / "model").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((place / "model/config.json").read_text()) | changed
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_refused(run(export_main, "--model", tmp_path, "-o", tmp_path / "plans"), *words)
+    check_config_is_refused(place / "model", tmp_path, changed, words)

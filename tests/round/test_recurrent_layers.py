@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.batches import OPTIONS, alone, requests
-from support.batches import run as run_batch
-from support.command import add_tokenizer, assert_refused, run, succeed
+from support.command import add_tokenizer, succeed
 from support.family_grid import SMALL, FamilyCase
 from support.harness import Harness
-from support.lossless_checks import (
-    PROMPTS,
-    SAMPLINGS,
-    check_cache,
-    check_same_tokens,
-    check_tree_drafts,
+from support.layer_checks import (
+    check_batch,
+    check_command,
+    check_config_is_refused,
+    check_drafts,
+    check_greedy_tokens,
+    check_narrow_caches,
+    check_teacher,
 )
 from support.without_operators import needs_operators
 from transformers import AutoModelForCausalLM
@@ -30,16 +30,10 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
-from eesd.controllers import make_controller
-from eesd.distill import teacher
-from eesd.distill.teacher import full_sequence_inputs
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
-from eesd.model.loading import load_decoder, make_initial_head, save_exit_head
-from eesd.runtime.batch.scheduler import Scheduler
-from eesd.runtime.cli import main as run_main
-from eesd.runtime.llm import Speculation
+from eesd.model.loading import make_initial_head, save_exit_head
 
 SIZES: dict[str, Any] = SMALL | {
     "vocab_size": 97,
@@ -143,16 +137,7 @@ def harness(request: pytest.FixtureRequest, place: Path) -> Harness:
 def test_drafting_gives_the_tokens_of_plain_decoding(
     harness: Harness, name: str, width: int
 ) -> None:
-    controller = make_controller("fixed:k=4", seed=3)
-    accepted = judged = 0
-    for prompt in PROMPTS:
-        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
-        accepted = accepted + stats.accepted_tokens
-        judged = judged + sum(stats.verified_at_depth)
-    assert 0 < accepted < judged, "acceptance and rejection must both occur"
-    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller, width)
-    if width > 1:
-        check_tree_drafts(harness, PROMPTS[2], width)
+    check_drafts(harness, name, width)
 
 
 def test_the_standard_graphs_and_the_operators_agree(place: Path, kind: Kind) -> None:
@@ -174,23 +159,13 @@ def test_a_batch_gives_the_tokens_of_each_request_alone(
 ) -> None:
     """The batch has rows that draft, prompts in pieces of 16 tokens, and kept beginnings."""
     llm = eesd.load(place / plans, backend, threads=1)
-    given = list(requests(12, seed=7))
-    scheduler = Scheduler(llm, OPTIONS)
-    for request, record in zip(given, run_batch(scheduler, given, every=2), strict=True):
-        assert record.tokens == alone(llm, request)
-    assert scheduler.prefixes.hits and not scheduler.kv_used
+    check_batch(llm)
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None:
     reference: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
-    prompt = torch.tensor([PROMPTS[2]])
-    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
-    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    for speculation in (None, Speculation(tree=2, guard=False), Speculation(guard=False)):
-        llm = eesd.load(place / "plans", backend, threads=1, speculation=speculation)
-        found = llm.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True).tokens
-        assert found == expected[0, len(PROMPTS[2]) :].tolist(), speculation
+    check_greedy_tokens(place / "plans", backend, reference)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -199,42 +174,19 @@ def test_a_teacher_computes_the_model(
 ) -> None:
     """The teacher runs with caches that layers share, as on CPUs, and without caches, as on
     GPUs."""
-    made = partial(full_sequence_inputs, whole=whole)
-    monkeypatch.setattr(teacher, "full_sequence_inputs", made)
-    checkpoint = Checkpoint(place / "model")
-    decoder = load_decoder(checkpoint)
-    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-    hidden, _ = teacher.Teacher(decoder, range(1, 6), 4, "float32")(ids)
-    reference: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
-    mask = torch.ones_like(ids)
-    expected = reference(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    for layer in range(1, 5):
-        torch.testing.assert_close(hidden[layer], expected[layer], rtol=1e-4, atol=1e-4)
-    normed = reference.model.get_submodule(kind.norm)(hidden[5])
-    torch.testing.assert_close(normed, expected[5], rtol=1e-4, atol=1e-4)
+    reference, hidden, expected = check_teacher(place / "model", 5, whole, monkeypatch)
+    normed = reference.model.get_submodule(kind.norm)(hidden)
+    torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_operators()
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_rounded_states_are_the_same_in_drafts_and_without(convolutions: Path, dtype: str) -> None:
-    for tree in (1, 2):
-        speculation = Speculation("fixed:k=4", tree=tree, guard=False)
-        load = partial(eesd.load, convolutions / "plans", threads=1, kv_cache_dtype=dtype)
-        drafts = load(speculation=speculation)
-        plain = load(speculation=None)
-        found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
-        assert found.tokens == plain.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True).tokens
-        assert found.stats.accepted_tokens
+    check_narrow_caches(convolutions / "plans", dtype)
 
 
 def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
-    """The model alone is exported. The whole model in 4 bits drafts in the first run only."""
-    ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
-    model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
-    drafts, plain = (
-        json.loads(succeed(run_main, *model, *ask, *more).stdout) for more in ((), ("--no-draft",))
-    )
-    assert drafts["tokens"] == plain["tokens"] and drafts["stats"]["accepted_tokens"]
+    check_command(place / "model", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -285,12 +237,7 @@ def test_the_delta_rule_needs_a_cache_of_float32(shared: Shared) -> None:
 def assert_config_refused(
     place: Path, tmp_path: Path, changed: dict[str, Any], *words: str
 ) -> None:
-    for file in (place / "model").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((place / "model/config.json").read_text()) | changed
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_refused(run(export_main, "--model", tmp_path, "-o", tmp_path / "plans"), *words)
+    check_config_is_refused(place / "model", tmp_path, changed, words)
 
 
 def test_a_published_config_is_read(tmp_path: Path) -> None:

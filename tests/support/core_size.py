@@ -36,7 +36,7 @@ BUDGETS = {
     "CPU backend": (2984, 33),
     "core with all devices": (9394, 79),
     "Python outside tests": (25687, 282),
-    "tests": (24188, 172),
+    "tests": (24168, 173),
 }
 """Largest numbers of statements and files."""
 NOT_CODE = re.compile(
