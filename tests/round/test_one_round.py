@@ -65,7 +65,7 @@ def test_architecture_shows_the_round_of_the_example() -> None:
     page = (
         (ROOT / "ARCHITECTURE.md")
         .read_text("utf-8")
-        .partition("Its round:\n\n")[2]
+        .partition("A round of this program:\n\n")[2]
         .partition("\nThe runtime's")[0]
     )
     assert "drafted = list" in page and page.replace(
