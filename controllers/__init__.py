@@ -44,9 +44,9 @@ def make_controller(
     Args:
         spec: ``name`` or ``name:key=value,...``.
         seed: Seed of its random generator.
-        prior: Calibration prior of the exit head, for the controllers that calibrate. None: the
+        prior: Calibration prior of the exit head, for the controllers that calibrate; None for the
             default prior.
-        value: Costs and worth of rounds, shared with other rules. None: not shared.
+        value: Costs and worth of rounds, shared with other rules; None if they are not shared.
         kinds: The controllers to choose from, by name.
 
     Raises:

@@ -47,7 +47,7 @@ class BatchCosts:
         """By N: the weight of the samples, and the means of their features and seconds [5], at a
         pace of 1."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
-        """The N that have factors, and these factors."""
+        """The values of N that have factors, and the factors."""
         self._samples = 0
         self._pace = 1.0
 
@@ -91,8 +91,8 @@ class BatchCosts:
     def curve(
         self, rows: NDArray[np.int64], nodes: NDArray[np.int64], slots: float
     ) -> NDArray[np.float64]:
-        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. They grow,
-        and no call costs more than a larger one: disturbances only ever add time."""
+        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. No call
+        costs more than a larger call, because disturbances only ever add time."""
         return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
     def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:

@@ -79,7 +79,7 @@ class Calibrator:
 
     @property
     def covariance(self) -> list[float]:
-        """aa, as, ab, ss, sb and bb."""
+        """Covariances of a, s and b: aa, as, ab, ss, sb and bb."""
         _, _, aa, as_, ss = self._model
         _, ab, sb, bb = self._offset
         return [aa, as_, ab, ss, sb, bb]
@@ -138,8 +138,8 @@ class Calibrator:
         """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b
         takes its mean given ``a`` and ``s``.
 
-        Exploring ``a`` and ``s`` pays because they persist. The offset ``b`` ends with the request,
-        so it is not explored.
+        Exploring ``a`` and ``s`` pays because they persist. The offset ``b`` is lost when the
+        request ends, so it is not explored.
         """
         a, s, aa, as_, ss = self._model
         b, ab, sb, _ = self._offset

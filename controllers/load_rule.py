@@ -92,7 +92,7 @@ class LoadRule:
         self.first = FIRST_RIGHT / FIRST_LABELS
 
     def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
-        """Begin a round: the calibrations drift, and the round draws its numbers.
+        """Begin a round: the calibrations drift, and random numbers are drawn.
 
         Args:
             rows: Number of rows.
@@ -147,8 +147,8 @@ class LoadRule:
             reaches: Two chances of each row that would draft on, the likeliest row first: that all
                 its drafted tokens are accepted, and that the next one is.
             depth: Levels drafted so far.
-            values: Chances of the tokens that each row of the batch has drafted, or took from its
-                text.
+            values: For each row of the batch, chances of the tokens that it drafted or took from
+                its text.
         """
         if self._fixed is not None:
             return len(reaches) if depth < self._fixed else 0
@@ -268,7 +268,8 @@ class RowController(CalibratedDraft):
     def observe(self, outcome: RoundOutcome) -> None:
         if not self._scores or outcome.first_right is None:
             return
-        # The committed tokens judge the first drafted token even if it was not verified.
+        # The committed tokens show whether the first drafted token was right, even if it was not
+        # verified.
         accepted = outcome.num_expanded if outcome.depth else int(outcome.first_right)
         self._rule.judge_first(self.learn(max(outcome.depth, 1), accepted)[0])
 

@@ -33,14 +33,14 @@ SLOPE_PRIOR = 4.0
 """Ridge penalty, in squared tokens, on the slope of drafting's worth as a function of the text's
 worth."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
-"""Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU; all
-sizes would bring 0.4 % more."""
+"""Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU;
+allowing all sizes would gain only 0.4 %."""
 FIRST_NODES = 4
 """Maximum number of nodes of a pass before any pass is measured; later it is twice the largest
 measured number. Costs beyond it are a guess."""
 SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
 """Numbers of nodes in a pass with a draft. All small numbers are allowed, because engines prepare
-them for drafts anyway."""
+calls of these sizes for drafts anyway."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
@@ -114,10 +114,11 @@ class DraftingWorth:
 class TextRule:
     """Chooses the number of the text's tokens that one sequence verifies.
 
-    The committed tokens judge the text's proposal in every round, even if it was not verified, so
-    chances need no exploration. The worth of a round is its expected tokens minus lambda times its
-    seconds, both from ``value``. The worth of drafting is learned from the rounds that drafted. A
-    row of a batch uses ``load`` instead, and shares the calibration with the other rows.
+    In every round the committed tokens show whether the text's proposal was right, even if it was
+    not verified, so chances need no exploration. The worth of a round is its expected tokens minus
+    lambda times its seconds, both from ``value``. The worth of drafting is learned from the rounds
+    that drafted. A row of a batch uses ``load`` instead, and shares the calibration with the other
+    rows.
     """
 
     def __init__(self, value: RoundValue | None = None, load: "LoadRule | None" = None) -> None:

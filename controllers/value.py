@@ -19,7 +19,8 @@ CLIP = 0.25
 """A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
 hardly count."""
 STIFFNESS = 8.0
-"""Weight, in samples, of the line through all counts and of its usual slope."""
+"""Weight, in samples, of the line through all counts in each count's cost, and of the usual slope
+in the line's slope."""
 USUAL_SLOPE = 0.1
 """If only one count is known, each further unit costs this share of the cost of count 0. With
 ``from_zero``, costs are proportional to the count."""
@@ -132,12 +133,13 @@ class CostCurve:
 class RoundValue:
     """Costs of a request's rounds; and lambda, the recent rate in tokens per second.
 
-    Call :meth:`observe` once per committed round, before the rules that share it.
+    Call :meth:`observe` once per committed round, before the rules that share this object observe
+    the round.
 
     Attributes:
-        draft: Seconds of a round's draft, by steps. The first step costs more than later ones if
-            the device has to switch engines (three times as much on a CPU).
-        verify: Seconds of a verify pass, by nodes besides the root.
+        draft: Seconds of a round's draft, by number of steps. The first step costs more than later
+            ones if the device has to switch engines (three times as much on a CPU).
+        verify: Seconds of a verify pass, by number of nodes besides the root.
         brought: Tokens and seconds of the recent rounds, discounted. The seconds come from the
             curves, so stalls of the machine hardly count.
         rounds: Number of committed rounds.
@@ -206,7 +208,7 @@ class RoundValue:
 
 
 def is_due(rounds: int) -> bool:
-    """Whether estimates are due to be computed again after this number of rounds."""
+    """Whether to compute estimates again after this number of rounds."""
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 

@@ -28,7 +28,8 @@ Tool = Mapping[str, Any]
 """A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
 ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of fields that may hold a message's reasoning. Templates read one of the first two."""
+"""Names of fields that may hold a message's reasoning. Templates read one of the first two
+fields."""
 _ITEM_FILTERS = {
     "first",
     "join",
@@ -128,8 +129,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
-        """The template as code that is not tied to an environment, whether the template reads the
-        parts of a content, and the names of its variables."""
+        """The template as code that is not tied to an environment; whether it reads the parts of a
+        message's content; and the names of its variables."""
         environment = _environment()
         tree = environment.parse(self.source)
         names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")

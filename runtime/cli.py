@@ -507,8 +507,8 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:
-    """Print a table on stderr: speeds, speed-ups, and whether tokens and logits are equal, in a row
-    for each prompt and a row for all."""
+    """Print a table on stderr: speeds, speed-ups, and whether tokens and logits are equal, with a
+    row for each prompt and a row for all prompts."""
     several = len(found) > 1
     table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
     for number, comparison in enumerate(found, start=1):

@@ -147,8 +147,8 @@ class GrammarConstraint:
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
-        """Raise if the matcher has failed. A failed matcher reads no more tokens, and reports that
-        it has stopped, as at the end of a text."""
+        """Raise if the matcher has failed. A failed matcher ignores further tokens, and its
+        ``is_stopped()`` is True, as at the end of a text."""
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
             raise ConstraintError(
@@ -178,8 +178,8 @@ class _Tokens:
             token for token in sorted(added) if added[token].special and token < size
         ]
         of = TokenBytes(codec)
-        # Decoders drop a space at the start of a text. An answer follows the prompt, so it is not
-        # at the start.
+        # Decoders drop a space at the start of a text. An answer follows a prompt, so it does not
+        # start the text.
         letter = next((token for token in range(size) if of.added(token, None).isalpha()), None)
         self.tokens = [of.added(token, letter) for token in range(size)]
         for token in self.special_token_ids:

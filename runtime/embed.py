@@ -199,4 +199,4 @@ class _HostEngines:
         return context
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Do nothing: saving kernels is left to the host."""
+        """Do nothing: saving kernels is left to the host service."""

@@ -58,7 +58,8 @@ _MOST_CASES = 32
 keywords. The grammar contains every case."""
 _MOST_NAMES = 16
 """Maximum number of names that match a pattern and are listed as properties, in addition to
-properties already listed. Listed names come in order, which should not be imposed on many names."""
+properties already listed. Listed properties must come in a fixed order, which is too strict for
+many names."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
 """Patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
@@ -67,7 +68,7 @@ _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
 """For warnings that do not quote keywords: the keywords, by the first word of the warning."""
 _Cases = tuple[Collection[str], list[list[Any]]]
-"""Keywords, and lists of cases that express their meaning."""
+"""Keywords, and the lists of cases that replace them."""
 _APPLICATORS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependentSchemas", "dependencies", "contains"),
@@ -102,7 +103,7 @@ def read_schema(
         place: Path of keys to the schema, for messages.
 
     Raises:
-        EESDError: The schema cannot be followed. The message names the place.
+        EESDError: The schema cannot be followed. The message gives the place in the schema.
     """
     for split in (_MOST_CASES, 1):  # if cases are split, the grammar may become too large
         ignored = set[str]() if lenient else None
@@ -123,8 +124,7 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
 
 
 def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: int) -> Any:
-    """A schema without keywords that change nothing, and with the others in a form that llguidance
-    supports.
+    """The schema in a form that llguidance supports, without keywords that have no effect.
 
     Args:
         schema: The schema.
@@ -132,7 +132,7 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], spl
             None to leave out no keyword.
         place: Path of keys to the schema.
         split: Maximum number of cases into which keywords unknown to llguidance may split the
-            schema. The numbers of nested schemas multiply.
+            schema. The numbers of cases of nested schemas are multiplied.
 
     Raises:
         EESDError: The schema requires several open keys, so that a text could repeat the same key.
@@ -262,7 +262,7 @@ def _without(names: Sequence[str]) -> dict[str, Any]:
 
 def _split_cases(schema: dict[str, Any], most: int) -> int:
     """Replace rules for keys by lists of cases. At least one case of each list must hold. Returns
-    the maximum number of cases that is left for the inner schemas."""
+    the maximum number of cases for the inner schemas."""
     rules = schema.get("allOf", [])
     if not isinstance(rules, list):
         return most
@@ -295,7 +295,7 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     whole = all(isinstance(count, int) for count in counts.values())
     if not (counts and whole and few) or schema.get("type") != "object":
         return
-    # At most one open key may come in addition, because two could be equal.
+    # At most one key that is not listed may be added, because two could be equal.
     least = counts.get("minProperties", 0) - _is_open(schema)
     most = counts.get("maxProperties", inf)
     cases = [

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     digits: int = 0
 
     def after(self, data: bytes) -> "Place":
-        """The place after more text."""
+        """The place to which the text ``data`` leads from this place."""
         mode, part, digits = self
         for letter in data.decode("latin-1"):
             if mode == ESCAPED:

@@ -215,7 +215,7 @@ class LLM:
 
     Attributes:
         manifest: The engine directory's manifest.
-        default_sampling: Sampling options of requests without sampling options.
+        default_sampling: Sampling options of requests that have none.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
         speculation: The drafting options; None decodes plainly.
@@ -293,7 +293,7 @@ class LLM:
         are returned unchanged.
 
         Raises:
-            EESDError: The prompt has another type, or the template refuses the messages.
+            EESDError: The prompt has the wrong type, or the template refuses the messages.
         """
         if isinstance(prompt, str):
             return self.codec.encode(prompt)

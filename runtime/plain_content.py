@@ -90,8 +90,8 @@ class PlainContent:
         spells a special token.
 
         Raises:
-            EESDError: ``render`` raises it, or the template makes a special token out of texts that
-                do not spell one.
+            EESDError: ``render`` raises this error, or the template makes a special token from
+                texts that contain none.
         """
         given = (messages, tools)
         text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))

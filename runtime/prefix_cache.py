@@ -100,8 +100,8 @@ class PrefixCache:
             block = following
 
     def _make_room(self, size: int, now: int) -> bool:
-        """Drop blocks until ``size`` bytes are free; False if only blocks used at the time ``now``
-        are left to drop."""
+        """Drop blocks until ``size`` bytes are free; False if only blocks that were used at the
+        time ``now`` are left."""
         while self.bytes_used + size > self._capacity:
             ends = [
                 block

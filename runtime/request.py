@@ -21,7 +21,7 @@ MAX_LOGPROBS = 20
 
 
 class QueueFullError(EESDError):
-    """The queue is full. ``retry_after`` is the time in seconds after which a place is likely
+    """The queue is full. ``retry_after`` is the time in seconds after which a place is likely to be
     free."""
 
     def __init__(self, message: str, retry_after: float) -> None:
@@ -42,7 +42,7 @@ class Constraint(Protocol):
         all.
 
         Raises:
-            ConstraintError: The constraint cannot decide. The request ends with this error.
+            ConstraintError: The constraint cannot be followed. The request ends with this error.
         """
         ...
 
@@ -51,7 +51,7 @@ class Constraint(Protocol):
         draft. May be empty.
 
         Raises:
-            ConstraintError: The constraint cannot decide. The request ends with this error.
+            ConstraintError: The constraint cannot be followed. The request ends with this error.
         """
         ...
 
@@ -81,7 +81,7 @@ class Request:
             was seen before.
 
     Raises:
-        EESDError: A value has another type, or is out of range.
+        EESDError: A value has the wrong type, or is out of range.
     """
 
     tokens: Sequence[int]

@@ -1,10 +1,10 @@
 """A running request: its sequence, the rules that end it, and the report of each round.
 
 The draft proposes tokens after the last committed token (the root). After each draft step the
-controller decides whether to continue. If the text repeats itself, its repetitions propose tokens
-without a draft step. One verify pass judges all proposed tokens. The round commits the accepted
-path and the verifier's bonus token, which is the next root. The next round's passes write the
-root's cache entry, so no token is computed twice or needs a separate pass.
+controller decides whether to continue. If the text repeats itself, tokens are proposed from its
+repetitions, without a draft step. One verify pass judges all proposed tokens. The round commits the
+accepted path and the verifier's bonus token, which is the next root. The next round's passes write
+the root's cache entry, so no token is computed twice or needs a separate pass.
 """
 
 import time
@@ -167,7 +167,7 @@ class Session(TokenSequence):
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
     def move(self, kv_cache: KVCache) -> None:
-        """Go on in another cache. The keys and values of all tokens are computed again. Call it
+        """Continue in another cache. The keys and values of all tokens are computed again. Call it
         between two rounds."""
         self.check_open()
         self._kv_cache = kv_cache

@@ -26,7 +26,7 @@ STEP = 64
 """Work of one step, and of one item of a new container. Each character of a new text counts as
 1."""
 MAX_SECONDS = 10.0
-"""Limit in processor seconds, so that a stalled machine refuses no template."""
+"""Limit in processor seconds, so that no template is refused because the machine stalls."""
 MAX_DEPTH = 100
 """Maximum nesting of containers. Python recurses over them, sometimes without a check."""
 LACKING = {
@@ -110,8 +110,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(self._keep, pieces))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute. It may use no attribute of a class. Jinja calls
-        this for each attribute."""
+        """Whether a template may use an attribute. Attributes of classes are not allowed. Jinja
+        calls this for each attribute."""
         return (
             attr not in LACKING
             and not isinstance(obj, type)

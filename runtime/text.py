@@ -40,7 +40,7 @@ class TextCodec:
         chat_template: The chat template, or None if the model has none.
         tool_template: The chat template for messages with tools: the template called ``tool_use``,
             or ``chat_template`` if there is no such template.
-        plain: Reads messages if they cannot write special tokens; None if they can.
+        plain: Reads messages so that they cannot write special tokens; None if they may write them.
 
     Raises:
         EESDError: There is no tokenizer, a file is damaged, or the template does not allow

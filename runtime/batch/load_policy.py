@@ -21,14 +21,14 @@ PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
 WEIGHT_OF_WAITING = 4
 """Prompt pieces take at most ``PROMPTS_SHARE`` of a round's time, multiplied by the largest of 1,
-``FEW_ROWS`` / rows, and ``WEIGHT_OF_WAITING`` * waiting prompts / rows. Few rows leave the
-processor half idle, and new rows share their calls. If more requests wait than decode, the time to
-their first tokens matters more than the time between tokens."""
+``FEW_ROWS`` / rows, and ``WEIGHT_OF_WAITING`` * waiting prompts / rows. With few rows the processor
+is half idle, and new rows share the calls of these rows. If more requests wait than decode, the
+time to their first tokens matters more than the time between tokens."""
 LEAST_PART = 0.05
 """Minimum share of a call's time that is attributed to a prompt piece."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Numbers of tokens that a prompt piece can have if it shares a call with rows. The largest size is
-in the batch's options."""
+"""Numbers of tokens that a prompt piece can have if it shares a call with rows. The batch's options
+give the largest number."""
 
 
 class LoadPolicy(Policy):

@@ -29,7 +29,7 @@ SHORT = 64
 """Maximum length, in tokens, of a prompt that may be prefilled ahead of the prompts in turn."""
 PASSING = 0.065
 """Maximum number of tokens of such short prompts, as a share of the tokens of the prompts in turn.
-Rounds have other work, too, so the prompts in turn wait about 5 % longer."""
+Rounds also do other work, so the prompts in turn wait only about 5 % longer."""
 HEADROOM = 64
 """Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
@@ -53,8 +53,8 @@ class BatchOptions:
         prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
             nothing. Their reuse shortens the time to the first token, from which a user may infer
             other users' prompts. Use 0 if that matters.
-        levels: Number of levels that each round drafts; None for the number that pays under the
-            load.
+        levels: Number of levels that each round drafts; None for the number that is worth its cost
+            under the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -83,13 +83,13 @@ class Scheduler:
 
     Attributes:
         rule: Decides how far a batch drafts. It learns from each round.
-        alone: Drafting of the last round's row if it ran alone; None if ``rule`` decided. Set by
-            each round.
+        alone: Drafters of the last round's row if it ran alone; None if ``rule`` decided how far to
+            draft. Set by each round.
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
         pauses: Number of times that a request lost its keys and values to other requests.
-        round_tokens: Number of rounds by their total of prompt tokens and new tokens.
+        round_tokens: Number of rounds for each total of prompt tokens and new tokens.
         drafted: Number of drafted levels that the last round verified.
         request_seconds: Average time that recent requests took, from getting a row to their end.
     """
@@ -231,7 +231,8 @@ class Scheduler:
         most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            # Memory when this text ends: all texts with more tokens to come still run.
+            # Slots in use when this text ends: all texts with more tokens to come are still
+            # running.
             most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
@@ -305,7 +306,8 @@ class Scheduler:
         most = self._prompt_tokens(order)
         left = most
         for row in order:
-            if not row.stats.prefill_seconds:  # another request may have computed its beginning
+            # Another request may have computed the beginning of the prompt.
+            if not row.stats.prefill_seconds:
                 row.take_prefix(self.prefixes)
             unfilled = row.unfilled
             if not unfilled:

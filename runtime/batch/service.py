@@ -36,7 +36,7 @@ class Load:
         drafted: Number of drafted levels that the last round verified.
         pauses: Number of times that a request temporarily lost its keys and values to other
             requests.
-        round_tokens: Number of rounds by their total of prompt tokens and new tokens.
+        round_tokens: Number of rounds for each total of prompt tokens and new tokens.
     """
 
     queued: int = 0

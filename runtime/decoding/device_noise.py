@@ -45,7 +45,7 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     for rank in tl.static_range(COUNT):
         value, best = tl.max(noisy, 0, return_indices=True)
         tl.store(values + found + rank, value)
-        # With NaN, the place found may be beyond the row.
+        # If scores are NaN, ``best`` may be beyond the row.
         tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))
         noisy = tl.where(place == best, -float("inf"), noisy)
 

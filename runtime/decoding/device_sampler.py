@@ -27,11 +27,12 @@ from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
 from eesd.runtime.engines.base import Choose
 
 NEAR = 1e-9
-"""Far more than rounding changes. A choice is this close about once in a billion tokens."""
+"""A difference far larger than rounding errors. Scores are this close about once in a billion
+tokens."""
 
 
 class DeviceSampler:
-    """Chooses the tokens of one request, greedily or coupled."""
+    """Chooses the tokens of one request on a device, with greedy or coupled sampling."""
 
     def __init__(self, sampling: Sampling, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
@@ -41,7 +42,7 @@ class DeviceSampler:
         self._tokens: dict[torch.device, Tensor] = {}
 
     def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Choose:
-        """The function to run on logits.
+        """Return the function that chooses tokens from logits on the device.
 
         Args:
             tokens: All committed tokens.
@@ -127,7 +128,7 @@ def makes_noise(device: torch.device) -> bool:
         values, columns = noisy_best(scores, seed, to_device(positions, device), None, size)
         found = torch.zeros_like(scores).scatter(1, columns, values).cpu().numpy()
     except Exception:
-        # A compiler, a driver or a file system can fail in any way; then the host chooses.
+        # A compiler, a driver or a file system can fail in any way; then the host chooses tokens.
         return False
     return np.allclose(
         found,

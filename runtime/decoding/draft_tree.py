@@ -100,7 +100,7 @@ class Share(NamedTuple):
 
     Attributes:
         levels: For a draft without a budget: maximum number of levels.
-        price: For a draft with a budget: maps numbers of the draft's nodes to their prices.
+        price: For a draft with a budget: maps numbers of draft nodes to prices.
     """
 
     levels: int
@@ -220,8 +220,8 @@ class DraftTree:
     ) -> None:
         """Add another drafter's path to a budget's candidates. Call this when drafting is done.
 
-        The tree must have a budget: without a budget, a child that rejection sampling has sampled
-        may have no siblings.
+        The tree must have a budget: without a budget, a child that was drawn by rejection sampling
+        must not get siblings.
 
         Args:
             node: The node before the path.
@@ -257,7 +257,7 @@ class DraftTree:
         the slots of a chain.
 
         Args:
-            share: The row's part of a batch's pass; None for a sequence alone.
+            share: The row's part of a batch's pass; None for a sequence that runs alone.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.

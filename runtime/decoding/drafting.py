@@ -74,7 +74,7 @@ class Drafting:
 
     @cached_property
     def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule]:
-        """The value, if there is one, and the rules, which read it."""
+        """``value``, if it is set, and the rules, which read it."""
         return [rule for rule in (self.value, *self.rules) if rule is not None]
 
     def begin_request(self) -> None:
@@ -109,7 +109,7 @@ class Speculation:
             ``both`` with both.
 
     Raises:
-        EESDError: A value has another type, or is out of range.
+        EESDError: A value has the wrong type, or is out of range.
     """
 
     controller: str = "cost-aware-ts"

@@ -11,18 +11,18 @@ from eesd.controllers import RoundOutcome
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms on which drafters may lose time. The unit of time is a plain step.
+    """Limits on the time that drafters may lose. The unit of time is a plain step.
 
-    ``stake`` and ``allowance`` are the promise: a drafter that does not pay loses about one step at
-    first, and then half a percent of the time. The other terms keep measurement errors from
-    breaking this promise. ``eesd-bench starts`` simulates processes on disturbed machines: with
+    ``stake`` and ``allowance`` set the limit: a drafter that does not pay loses about one step at
+    first, and then half a percent of the time. The other terms keep losses from measurement
+    errors within this limit. ``eesd-bench starts`` simulates processes on disturbed machines: with
     these values, a drafter that pays is never locked out, and any other drafter soon stops
     (decision 0086).
 
     Attributes:
         stake: Balance of a new account.
         allowance: Amount added to every account for each committed token.
-        most: Largest balance: earlier gains can pay for at most one bad text.
+        most: Maximum balance: with it, earlier gains pay for at most one bad text.
         margin: Gain that a drafting round must exceed, because measurement errors can be as large.
         doubt: Number of rounds without luck that are added to the observed rounds when luck is
             averaged, because a few rejections prove nothing.
@@ -112,8 +112,8 @@ class Account:
 
     @property
     def gain(self) -> float:
-        """Plain steps that a round gains beyond the margin: its tokens minus its price; 0 without
-        remembered rounds."""
+        """A round's gain beyond the margin, in plain steps: its tokens minus its price; 0 if no
+        rounds are remembered."""
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
@@ -145,8 +145,8 @@ class Account:
         return pauses
 
     def earn(self, tokens: int) -> None:
-        """Add the allowance for the tokens of any round. A pause ends when the balance pays for a
-        trial."""
+        """Add the allowance for the tokens of a round, with or without a draft. A pause ends when
+        the balance pays for a trial."""
         terms = self._terms
         self._balance = min(self._balance + terms.allowance * tokens, terms.most)
         if self.paused:
@@ -168,10 +168,10 @@ class Guard:
     """Lets a drafter draft while its account is not overdrawn. Each drafter has an account, by
     name.
 
-    Tokens are counted, so only luck needs an estimate. Seconds are noisy, and change with the
-    machine's load. So the charge for a round is not the time that it took, but the median *price*,
-    in plain steps, of such rounds. Prices are measured only close to plain rounds, under the same
-    load.
+    Tokens are counted exactly, so only the share of luck in them is estimated. Seconds are noisy,
+    and change with the machine's load. So the charge for a round is not the time that it took, but
+    the median *price*, in plain steps, of such rounds. Prices are measured only close to plain
+    rounds, under the same load.
 
     Attributes:
         pauses: Number of pauses so far. Counted by :meth:`observe`.

@@ -196,7 +196,7 @@ class Round:
     Attributes:
         sequence: The sequence that it reads, and to which it commits.
         drafting: Drafters of this round.
-        error: Set if the round fails. Its sequence is then unchanged, unless there is a result.
+        error: Set if the round fails. The sequence is then unchanged, unless ``result`` is set.
         result: Set by :meth:`commit`.
         kv_cache: The sequence's cache. Set by :meth:`begin`, like the attributes down to
             ``length``.
@@ -300,7 +300,7 @@ class Round:
         return call
 
     def drafted(self, outputs: StepOutputs, seconds: float) -> None:
-        """Add the levels of a draft call's outputs. The controller sees each level; its answer to
+        """Add the levels that a draft call returned. The controller sees each level; its answer to
         the last level decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
@@ -318,9 +318,9 @@ class Round:
         """End the draft, choose the nodes to verify, and return the verify call.
 
         Args:
-            share: The row's share of a batch's pass; None for a sequence alone. Drafting that is
-                ``fixed`` ignores it: with rejection sampling, the choice of nodes to leave out must
-                not depend on the drafted tokens.
+            share: The row's share of a batch's pass; None for a sequence that runs alone. Drafting
+                that is ``fixed`` ignores it: with rejection sampling, the choice of nodes to leave
+                out must not depend on the drafted tokens.
         """
         sequence = self.sequence
         tree = self.tree
@@ -522,7 +522,7 @@ class PromptPiece:
 
     Attributes:
         sequence: The sequence of the prompt.
-        call: The call of the piece.
+        call: The call that computes the piece.
         error: Set if the piece fails.
     """
 
@@ -550,7 +550,7 @@ class Policy:
         return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
-        """Learn that a draft call for ``rounds`` rows took ``seconds``."""
+        """Record that a draft call for ``rounds`` rows took ``seconds``."""
 
     def verified(
         self,
@@ -563,7 +563,7 @@ class Policy:
 
         Args:
             rounds: All rounds.
-            calls: Verify calls of the rounds that had not failed by then.
+            calls: Verify calls of the rounds that had not failed before.
             seconds: Seconds of drafting, and of the rest of the round.
             prompts: Calls of the prompt pieces that ran in the same verify call.
         """

@@ -83,7 +83,7 @@ class Sampling:
         """These options with the seed of one text, if there are several prompts and several choices
         for each prompt. If there is no seed, one is drawn.
 
-        The first text has the seed itself. The seed of every other text is a random number from
+        The first text uses the seed itself. The seed of every other text is a random number from
         Philox, so no two texts share any noise.
         """
         if self.seed is None:
@@ -248,7 +248,7 @@ class GumbelNoise:
         """By position: 52 random bits for each token [V], and the largest noise of any token."""
 
     def at(self, position: int) -> Vector:
-        """g [V] for the token at ``position`` of the sequence."""
+        """The noise g [V] for the token at ``position`` of the sequence."""
         return _gumbel(self._bits(position)[0])
 
     def best(

@@ -165,7 +165,7 @@ class TextProposal(NamedTuple):
     Attributes:
         tokens: The proposed path.
         steps: For each token, length and counts of the match before it, for the rule. Empty for
-            tokens that must follow.
+            tokens that a constraint forces.
         chances: Chance of each token, given that all tokens before it are right.
         path_chances: For each token, the chance that it and all tokens before it are right.
     """

@@ -27,7 +27,7 @@ from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
 """Maximum number of threads. A larger number is treated as a typing error, because the engines
-would start that many."""
+would really start that many threads."""
 ACTIVATIONS = ("int8", "float32")
 """Types of the activations that are multiplied by quantized weights on the CPU."""
 
@@ -88,20 +88,21 @@ class EngineOptions:
         threads: CPU threads of an engine; None: :func:`default_threads`, divided among the ranks.
         draft: Whether to load the draft engine.
         exact: With True, drafting changes no bit of a logit: on a GPU every verify pass has the
-            same node count, and if trees round unlike chains, a tree's accepted path is cut where
-            its bits would differ. With None, passes on a GPU have the same node count if that costs
-            little, and paths are cut only if activations are int8. With False, passes on a GPU have
-            as few nodes as possible; in a batch, the longest row determines the number.
+            same node count, and if logits of trees and chains round differently, a tree's accepted
+            path is cut where its bits would differ. With None, passes on a GPU have the same node
+            count if that costs little, and paths are cut only if activations are int8. With False,
+            passes on a GPU have as few nodes as possible; in a batch, the longest row determines
+            the number.
         activations: ``int8`` or ``float32``: type of the activations that are multiplied by
-            quantized weights on the CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are
-            always multiplied by float32.
+            quantized weights on the CPU. None means int8, in blocks of 32. Weights of 16 and 32
+            bits are always multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
             float32.
         nvtx: Whether to mark the phases prefill, draft, verify and accept as NVTX ranges for Nsight
             Systems.
 
     Raises:
-        EESDError: A value has another type, or is unknown or out of range.
+        EESDError: A value has the wrong type, is unknown, or is out of range.
     """
 
     backend: str = "auto"
@@ -185,7 +186,7 @@ def default_threads() -> int:
 
 
 def onnxruntime_versions() -> dict[str, str]:
-    """The installed packages of ONNX Runtime and their versions. Packages of other names, such as
+    """The installed packages of ONNX Runtime and their versions. Packages with other names, such as
     custom builds, are not found."""
     return {
         package: version for package in ORT_PACKAGES if (version := installed(package)) is not None

@@ -152,7 +152,7 @@ class Call(NamedTuple):
         choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
         levels: For a draft engine: maximum number of levels to draft after a single token, each
             after the most likely token of the previous level. An engine may draft fewer levels, but
-            at least one. Several levels have no logits.
+            at least one. A call for several levels returns no logits.
     """
 
     kv_cache: KVCache
@@ -167,7 +167,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of an engine for some calls.
+    """Amount of work that some calls are for an engine.
 
     Attributes:
         nodes: Number of nodes of all sequences, including padding.

@@ -233,7 +233,7 @@ class _Rows:
     Attributes:
         which: The layers.
         scale: Bytes of a row's scale.
-        shape: KV heads, and elements of a row with its scale.
+        shape: Number of KV heads, and number of elements of a row with its scale.
     """
 
     def __init__(

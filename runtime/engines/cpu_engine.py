@@ -139,7 +139,7 @@ class CpuEngine:
             paths = [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
             if len(ids) == start:
-                # A caller that has no tokens would repeat the call forever.
+                # Without this error, a caller that has no tokens would repeat the call forever.
                 raise EESDError("A call of the engine has no tokens.")
             if paths:
                 trees.append((start, paths))

@@ -30,7 +30,7 @@ class RowMemory:
             CUDA graph needs fixed addresses.
         limit: Maximum number of slots of a text.
         version: Number of times that ``shards`` were replaced. Calls must be bound again after each
-            time.
+            replacement.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RowMemory:
             rows: B.
             grow: Whether to begin with few slots, and grow with the longest text. If False, all
                 ``gpu_slots`` of the manifest are allocated.
-            slots: Initial number of slots of memory that grows.
+            slots: Initial number of slots, if the memory grows.
             spare: Number of slots, in memory that grows, after the slots that tokens may use. The
                 spare slots are for nodes that only fill a call.
             given: Memory that the caller owns: a tensor for each shard, or a tensor [2, B, KV, S,
@@ -131,8 +131,8 @@ class RowMemory:
         """Let a row begin another sequence. Memory that can grow shrinks, so that short texts do
         not pay for an earlier long text.
 
-        Slots are cleared because a hidden slot that had overflowed would add 0 x infinity to the
-        sequence.
+        Slots are cleared because a hidden slot with an infinite value would add 0 x infinity, which
+        is NaN, to the sequence.
         """
         self._reserved[row] = 0
         used = max(self._reserved)
@@ -180,7 +180,7 @@ class RowMemory:
                 f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
-            return memory.zero_()  # hidden slots still count with 0 x NaN
+            return memory.zero_()  # a hidden slot would add 0 x NaN
 
 
 class DeviceKVCache:

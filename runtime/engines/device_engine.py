@@ -1,8 +1,8 @@
 """The engine of the GPU backends: rows, padding to buckets, and prompts.
 
 A round's calls over caches of one memory run as one call. On a GPU this call has all rows of the
-memory, so that CUDA graphs stay valid. In exact engines it always has the same node count and all
-slots, so the same kernel computes a row, whatever other rows run with it; other engines use the
+memory, so that CUDA graphs stay valid. In exact engines the call always has the same node count and
+all slots, so the same kernel computes a row, whatever other rows run with it; other engines use the
 smallest call that holds the longest row. If a row's states do not depend on the number of rows, an
 exact call of one sequence may have few nodes, too, and only the LM head computes the full number of
 rows.
@@ -141,8 +141,8 @@ class DeviceEngine:
         """Prepare and run a call for each bucket and number of slots. A draft engine drafts a chain
         in calls of one node.
 
-        Writes of the calls to a cache are undone, because another engine may have filled it. Calls
-        of several rows write only to each row's last slots.
+        The calls' writes to a cache are undone, because another engine may have filled the cache.
+        Calls of several rows write only to each row's last slots.
         """
         kv_cache = _row(kv_caches[0])
         memory = kv_cache.memory
@@ -161,7 +161,7 @@ class DeviceEngine:
         counts = self.buckets[:1] if self.is_draft else self.buckets
         for count in counts:
             more = [slots for slots in self.slots[:-1] if slots >= count]
-            # The first slots of calls that read a larger number of slots.
+            # From each of these first slots on, a call reads a larger number of slots.
             for slot in (0, *(slots + 1 - count for slots in more)):
                 with kv_cache.kept(slot, slot + count):
                     self.forward(
@@ -331,7 +331,8 @@ class DeviceEngine:
             # cache.
             fitting = (bucket for bucket in self.buckets if slot + bucket <= memory.slots)
             count = min(len(tokens), max(fitting, default=len(tokens)))
-            # A call that fits a round has already been captured, with logits for all of its nodes.
+            # A call as small as a round has already been captured, with logits for all of its
+            # nodes.
             only_caches = self.padded(count) > self.manifest.max_tree_nodes + 1
             self._run(
                 [Call(call.kv_cache, tokens[:count], range(slot, slot + count), slot)], only_caches
@@ -471,9 +472,9 @@ class _Prepared:
     Attributes:
         pool: Memory pool for CUDA graphs; None if nothing is captured.
         version: Version of the memory for which they are prepared.
-        steps: Calls by first row, number of rows, nodes and slots that attention reads, and
-            ``only_caches``.
-        loops: Draft chains by row and number of slots.
+        steps: Prepared calls, by first row, number of rows, nodes and slots that attention reads,
+            and ``only_caches``.
+        loops: Prepared draft chains, by row and number of slots.
         staging: Cache in which the prompts of fixed rows run. Made for the first such prompt.
     """
 

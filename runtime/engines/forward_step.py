@@ -96,7 +96,7 @@ class _StageStep:
             layer: The KV caches.
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
-            width: Columns of the tree mask; 0 for a call of chains only.
+            width: Columns of the tree mask; 0 for a call that has only chains.
             logit_rows: R, the number of nodes, at the end of the call, that get logits. If R
                 exceeds the number of nodes, the last node's logits fill the remaining rows.
             slots: Number of slots, from the first on, that attention reads; 0: all.
@@ -161,10 +161,10 @@ class ForwardStep:
             is_draft: Whether the stages belong to the draft engine.
             layer: The KV caches, which determine the number of sequences.
             count: n, including padding.
-            width: Columns of the tree mask; 0 for a call of only chains, with more nodes than a
-                round has.
-            logit_rows: R, the number of nodes at the end of each sequence that get logits. In a
-                draft, all nodes do.
+            width: Columns of the tree mask; 0 for a call that has only chains, and more nodes than
+                a round.
+            logit_rows: R, the number of nodes at the end of each sequence that get logits; in a
+                draft, all nodes get logits.
             pool: Memory pool for CUDA graphs; None to capture nothing.
             slots: Number of slots, from the first on, that attention reads; 0: all.
         """
@@ -195,7 +195,7 @@ class ForwardStep:
                         stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool
                     )
                 )
-        # A draft has ids, followed by log-probabilities.
+        # A draft's results are ids, followed by log-probabilities.
         shape = (
             (2 * self._batch, count, manifest.draft_top_k)
             if is_draft

@@ -45,8 +45,8 @@ ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 has no bfloat16."""
 LARGEST_FOLDED = "65536"
 """Maximum bytes of a constant that ONNX Runtime may fold when it loads a graph. A transposed weight
-is larger. Its Transpose becomes part of the MatMul that packs the weight; folding it would first
-write a copy of the weight."""
+is larger, so it is not folded: its Transpose becomes part of the MatMul that packs the weight, and
+folding would first write a copy of the weight."""
 
 
 class OrtEngine:
@@ -111,7 +111,7 @@ class OrtEngine:
         kv_cache = _host(call.kv_cache)
         count = len(call.tokens)
         if not count:
-            # A caller without tokens would repeat the call forever.
+            # Without this error, a caller that has no tokens would repeat the call forever.
             raise EESDError("A call of the engine has no tokens.")
         x = np.array([call.tokens], np.int64)
         given: dict[str, NDArray[Any]] = {
@@ -130,7 +130,7 @@ class OrtEngine:
 def open_on_cpu(
     directory: Path, manifest: Manifest, threads: int, draft: bool
 ) -> tuple[OrtEngine, OrtEngine | None]:
-    """Load the verify engine of a directory on the CPU, and the draft engine.
+    """Load a directory's verify engine and, with ``draft``, its draft engine on the CPU.
 
     Raises:
         EESDError: The directory has 16-bit engines, or ONNX Runtime cannot load them.
@@ -279,8 +279,8 @@ def load_session(
         read: See :class:`OrtEngine`.
 
     Raises:
-        EESDError: The graph cannot be loaded, or its inputs and outputs differ from those in the
-            manifest, by which buffers are bound.
+        EESDError: The graph cannot be loaded, or lacks the inputs and outputs in the manifest, to
+            which buffers are bound.
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads)
@@ -310,8 +310,8 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row has other bits
-        # alone than among other rows
+        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row's bits depend
+        # on whether the call has other rows
         # (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:

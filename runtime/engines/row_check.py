@@ -21,7 +21,8 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
 
     Args:
         engine: The verify engine.
-        kv_caches: Caches of all rows of a batch, without texts. Their contents are overwritten.
+        kv_caches: Caches of all rows of a batch, not used by any text. Their contents are
+            overwritten.
 
     Raises:
         EESDError: A bit differs.

@@ -54,7 +54,7 @@ READ = {
     *((NUMPY, "_reconstruct"), (NUMPY, "scalar"), ("numpy", "ndarray"), ("numpy", "dtype")),
     *(("builtins", "range"), (Call.__module__, "Call")),
 }
-"""Types that an order may contain, in addition to Python's lists, tuples, texts and numbers."""
+"""Types that an order may contain, in addition to Python's lists, tuples, strings and numbers."""
 TOLD = {"forward"}
 """Methods that rank 0 may order other ranks to call."""
 
@@ -64,10 +64,10 @@ class Split:
     """One of the ranks that share a model: tensor parallelism (Shoeybi et al. 2019, arXiv
     1909.08053).
 
-    Each rank has some heads of every attention and some columns of every MLP, or of each expert:
-    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So each rank computes a part of
-    the sum that attention or MLP adds to x. The parts are added in the order of the ranks.
-    Embeddings, norms, routers and LM heads are on every rank.
+    Each rank has some heads of every attention layer and some columns of every MLP or expert, with
+    the sizes of :meth:`~eesd.common.geometry.Geometry.on_rank`. So each rank computes a part of the
+    sum that attention or MLP adds to x. The parts are added in the order of the ranks. Embeddings,
+    norms, routers and LM heads are on every rank.
 
     Attributes:
         ranks: Number of ranks.
@@ -252,8 +252,8 @@ class Team:
 
 
 def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
-    """Wait for a message. The message is never None, which torch returns to processes outside a
-    group."""
+    """Wait for a message. The message is never None: torch returns None only to processes outside
+    the group."""
     assert message is not None
     message.wait(longest)
 

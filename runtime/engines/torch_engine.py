@@ -104,8 +104,8 @@ def open_torch(
         The verify engine and the draft engine.
 
     Raises:
-        EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little
-            memory, or ranks cannot have equal parts.
+        EESDError: Graphs, weights and manifest do not match, the GPU has too little memory, or
+            ranks cannot have equal parts.
     """
     own = manifest if split is None else manifest.on_rank(split.ranks)
     streams = device_streams(len(manifest.verify), device)
@@ -154,8 +154,8 @@ def open_torch(
 
 
 def has_equal_rows(verify: DeviceEngine) -> bool:
-    """Whether calls of only a round's last nodes, one call for each smaller bucket, give the same
-    bits as a call of all nodes."""
+    """Whether, for each smaller bucket, a call of only a round's last nodes gives the same bits as
+    a call of all nodes."""
     [kv_cache] = verify.new_kv_caches()
     count = verify.manifest.max_tree_nodes + 1
     tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]

@@ -13,8 +13,8 @@ slots that a token sees are derived from its slot or from the tree, so there is 
 more tokens than a round, such as those of prompts, use torch's attention.
 
 On an H200, a verify pass of one node through 8 layers of Llama 3 8B takes 1.75 ms with 4,096 slots
-and 1.96 ms with 32,768; torch's operators took 3.24 and 8.07 ms. Reading the weights and the text
-alone takes 1.14 and 1.11 ms at 4.15 TB/s (``lab/lease``).
+and 1.96 ms with 32,768; torch's operators took 3.24 and 8.07 ms. Merely reading the weights and the
+cache takes 1.13 and 1.11 ms at 4.15 TB/s (``lab/lease``).
 
 The module needs Triton, so it is imported only where Triton works.
 """
@@ -43,8 +43,8 @@ MOST_SPLITS = 64
 LEAST_SPLIT = 128
 """Maximum number of splits, and minimum number of slots of a split."""
 ROWS = 64
-"""Number of queries in a program of attention, whatever the number of tokens. As the program is
-always the same, a query's bits do not change."""
+"""Number of queries in a program of attention, whatever the number of tokens, so that a query's
+bits do not depend on that number."""
 WIDEST_HEAD = 256
 """Maximum size of a head; wider heads do not fit the shared memory of all GPUs."""
 WIDE = 1024
@@ -538,8 +538,7 @@ class FusedOperations(TorchOperations):
 
 
 def fuse(*modules: Draft | Verify) -> None:
-    """Let graphs use the operations with kernels. A draft graph and a verify graph may share
-    modules.
+    """Make graphs use this module's kernels. A draft graph and a verify graph may share modules.
 
     Models with parts that Llama does not have, or with an EAGLE-3 head, keep torch's operations,
     because the kernels do not support them. The kernel that finds the most likely tokens is used

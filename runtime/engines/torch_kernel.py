@@ -13,10 +13,11 @@ same shape, whose sums run over the inputs in the same order, and the parts depe
 weight. Nothing is tuned at run time. The number of groups only determines how many rows share each
 read of the levels.
 
-Levels are stored in the order of the tensor cores. A 32-bit word has eight 4-bit levels, or four
-8-bit levels, of one output. Their inputs are a fixed distance apart, so a step consists of eight or
-four products, and neither a level nor a weight ever moves between threads. Two instructions put two
-4-bit levels into the low bits of two 16-bit numbers, whose lowest bit is worth 1.
+Levels are stored in the order in which tensor cores read them. A 32-bit word has eight 4-bit
+levels, or four 8-bit levels, of one output. The inputs of these levels are a fixed distance apart,
+so a step consists of eight or four products, and neither a level nor a weight ever moves between
+threads. Two instructions put two 4-bit levels into the low bits of two 16-bit numbers, whose lowest
+bit is worth 1.
 
 The sizes are the best of 24 that were timed on an H200. With them, the products of a block of Llama
 3 8B take 82 us for 1 row and 136 us for 33 rows with 4-bit weights, 106 and 154 us with 8-bit
@@ -31,7 +32,7 @@ from torch import Tensor
 ROWS = 16
 """Number of rows of a group: the minimum for tensor cores."""
 MOST_GROUPS = 4
-"""Maximum number of groups of a program. A round of 32 drafted tokens has three."""
+"""Maximum number of groups of a program. A round of 32 drafted tokens has three groups."""
 PROGRAMS = 512
 """Number of programs that a weight should have; inputs are split into parts to reach it."""
 STEPS = (32, 16, 8, 4)
@@ -58,9 +59,9 @@ def _spread(magic: int) -> str:
 
 
 SPREAD_FLOAT16 = tl.constexpr(_spread(0x6400))
-"""Puts levels into the low bits of 1,024 in float16, whose lowest bit is worth 1."""
+"""Puts levels into the low bits of the float16 number 1,024, whose lowest bit is worth 1."""
 SPREAD_BFLOAT16 = tl.constexpr(_spread(0x4300))
-"""Puts levels into the low bits of 128 in bfloat16, whose lowest bit is worth 1."""
+"""Puts levels into the low bits of the bfloat16 number 128, whose lowest bit is worth 1."""
 FLOAT16 = tl.constexpr((tl.float16,) * 8)
 BFLOAT16 = tl.constexpr((tl.bfloat16,) * 8)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
@@ -68,8 +69,8 @@ REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The levels in words as numbers, from the lowest bits on. To each number the base is added
-    that :func:`_multiply` subtracts."""
+    """The levels in words as numbers, from the lowest bits on. Each number includes a base, which
+    :func:`_multiply` subtracts."""
     numbers = ()
     if ASM and BITS == 4 and DTYPE == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(SPREAD_BFLOAT16, REGISTERS, [words], BFLOAT16, True, 2)

@@ -1,8 +1,8 @@
 """Load an engine directory's weights into the modules of ``model/``. The weight files are mapped
 into memory instead of read.
 
-The graphs' external data say where each weight lies; the weights have the names of the modules'
-parameters.
+The graphs' entries of external data give the position of each weight. Weights have the names of the
+modules' parameters.
 
 On a GPU, 16-bit directories use this project's kernels: the quantized weights of linear layers stay
 quantized (``torch_quantized.py``), and blocks run fewer kernels (``torch_fused.py``). In all other
@@ -110,13 +110,12 @@ def load_modules(
         devices: The device of each stage.
         draft: Whether to load the draft. Without it, weights that only the draft uses are not
             loaded.
-        split: This process's part of the blocks. None: all of them.
+        split: This process's part of the blocks; None for all blocks.
         kernels: Whether to use Triton kernels: weights then stay quantized, and blocks run fewer
-            kernels. None: on a GPU where they work.
+            kernels. None uses them on a GPU where they work.
 
     Raises:
-        EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the
-            GPU.
+        EESDError: Graphs, weights and manifest do not match, or the weights do not fit the GPU.
     """
     if kernels is None:
         kernels = has_kernels(manifest, devices[0])
@@ -198,7 +197,7 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
 def _set_weights(module: Graph, manifest: Manifest, weights: Weights, names: Iterable[str]) -> None:
     """Set the weights of a graph. Parameters without a weight stay on the meta device.
 
-    A layer with a quantized weight replaces all layers whose weights that weight contains.
+    A layer with a quantized weight replaces all layers whose weights it contains.
 
     Args:
         module: The graph.
@@ -246,7 +245,7 @@ def _load_weights(
         graphs: The graphs whose weights to load.
         files: Bytes of the weight files by name.
         kernels: Whether the quantized weights of linear layers stay quantized.
-        split: This process's part of the blocks. None: all of them.
+        split: This process's part of the blocks; None for all blocks.
 
     Raises:
         KeyError, ValueError: The graphs do not have the weights that the manifest lists.

@@ -39,7 +39,8 @@ class TrtStageRunner:
             profile 1.
         make_context: Makes an execution context that has no memory.
         stream: The stream to run in, with its device.
-        scratch: Working memory of the contexts. They run one after another, so they share it.
+        scratch: Working memory of the contexts. The contexts run one after another, so they share
+            the memory.
         capturable: Whether all calls prepared so far can be captured in a CUDA graph.
     """
 

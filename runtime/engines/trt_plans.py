@@ -401,7 +401,7 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
     expand int8 weights to 16 bits in every call.
     """
     own = quantization.draft
-    copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all int8 weights
+    copies = own is not None and BITS[own.weights] < BITS["int8"]  # copies of all int8 weights
     int8 = not copies and any(one.weights == "int8" for one in quantization.used)
     return max_seq_len <= LONG_CACHE and not int8
 
