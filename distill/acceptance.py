@@ -87,8 +87,8 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     Args:
         correct: Whether the head's draft of token i, after ``a`` drafted tokens, is token i [A, T].
             Larger values of ``a`` are treated as A - 1.
-        draft_length: Drafts in a round. The last round has fewer, because each round ends with a
-            token of the verifier.
+        draft_length: Drafts in a round. The last round has fewer drafts, because each round ends
+            with a token of the verifier.
 
     Yields:
         The rounds, in order.

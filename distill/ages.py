@@ -1,4 +1,4 @@
-"""The age of a drafted token, and the deep state that a head with deep layers reads at it.
+"""The age of a drafted token, and the deep state that a head with deep layers reads at that age.
 
 All draft steps of a round read the deep state of the token before the root. The result at a
 position therefore depends on its *age*, the number of drafted tokens before it in the round.

@@ -236,8 +236,8 @@ def best_request_std(losses: Floats) -> float:
         losses: Loss of each candidate on each text [candidates, texts].
 
     Returns:
-        The candidate with the lowest loss, or the default if the gain is not at least ``MIN_GAIN``
-        and a standard error.
+        The candidate with the lowest loss, or the default if the gain is below ``MIN_GAIN`` or
+        below a standard error.
     """
     default = CalibrationPrior().request
     default_losses = losses[REQUEST_STDS.index(default)]

@@ -283,8 +283,8 @@ def chosen_tokens(
 
 
 def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tensor:
-    """Tokens [n] for logits [n, V] with the most likely tokens [n], temperatures [n, 1], and
-    uniform random numbers [n, 1]."""
+    """Tokens [n] sampled from logits [n, V], given the most likely tokens [n], temperatures [n, 1],
+    and uniform random numbers [n, 1]."""
     weights = ((logits - logits.gather(1, best[:, None])) / heat).exp()
     blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

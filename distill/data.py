@@ -224,7 +224,7 @@ def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64
 
     Given prompts come in a random order, which changes with each pass. The model's own prompts keep
     their order and are spread evenly among the given prompts, so the first rows need only the first
-    own prompts.
+    of the model's prompts.
 
     Args:
         rows: Number of rows.

@@ -27,7 +27,7 @@ LEAST_ECHO = 16
 """Maximum length, in tokens, of a passage whose repetition at the end of a text is detected, and
 the minimum length of an echo."""
 STREAM = 2
-"""Random stream of the model's own text; prompts that the model writes have the next stream."""
+"""Random stream of the model's own text; prompts that the model writes use the next stream."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def without_echo(text: list[int], start: int) -> list[int]:
 
 
 def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:
-    """Random numbers of a text in the shard that begins with the text ``start``."""
+    """Random numbers of a text, given its index in the shard and the index ``start`` of the shard's
+    first text."""
     return philox(seed, STREAM, start + text)
 
 

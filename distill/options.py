@@ -81,7 +81,7 @@ class TrainingOptions:
         cooldown: Fraction of the steps with a falling learning rate.
         clip: Maximum norm of the gradient.
         precision: ``bf16`` (autocast) or ``float32``.
-        top_k: Tokens of the teacher's distribution that are kept.
+        top_k: Number of the teacher's most likely tokens that are kept for each position.
         mix_share: Fraction of each batch that is mixed-in text.
         seed: Seed of the row order, of prompt selection and of self-generation.
     """

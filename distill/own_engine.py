@@ -133,8 +133,8 @@ class _EngineRows:
 class EngineTeacher:
     """Reads rows one after another, and returns the same states as drafting.
 
-    The reader is called like a :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same
-    results.
+    The reader has the signature of a :class:`~eesd.distill.teacher.Teacher`, and returns nearly the
+    same results.
     """
 
     CHUNK = 256
@@ -156,7 +156,8 @@ class EngineTeacher:
             checkpoint: The model.
             directory: Directory of the engine; see :func:`own_engine`.
             layers: Layers whose hidden states are returned, counted from 1.
-            top_k: Tokens of the distribution to keep, at most the whole vocabulary.
+            top_k: Number of most likely tokens to keep at each position, at most the whole
+                vocabulary.
             precision: ``bf16`` or ``float32``, in which the states are returned.
             slots: Maximum number of tokens in a row.
             threads: CPU threads.

@@ -47,7 +47,7 @@ def time_left(seconds: float) -> str:
 
 
 class HeldSignals:
-    """Signals that wait until the end of a block.
+    """Signals that are held back until the end of a block.
 
     Attributes:
         came: The first signal that arrived, set by its handler, or None.
@@ -66,7 +66,7 @@ def held_signals() -> Iterator[HeldSignals]:
     work. The usual handlers run afterwards."""
     held = HeldSignals()
     before = {}
-    with suppress(ValueError):  # only the main thread has handlers
+    with suppress(ValueError):  # only the main thread may set handlers
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             before[number] = signal.signal(number, held)
     try:

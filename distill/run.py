@@ -150,7 +150,7 @@ class Run:
         first = size
         if self._in_portions:
             shard = 1 if files else self._generation.shard_rows
-            first = FIRST if self.data.validation else 2 * FIRST  # half may be held out
+            first = FIRST if self.data.validation else 2 * FIRST  # validation may take half
             first = -(-first // shard) * shard
         return portions(size, self.training.steps, first)
 
@@ -390,7 +390,7 @@ class Run:
                     processes,
                 )
         self.accelerator.wait_for_everyone()
-        vars(self).pop("decoder", None)  # training needs the memory of the model
+        vars(self).pop("decoder", None)  # free the model's memory for training
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
@@ -480,7 +480,7 @@ class Run:
         """
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
-        self.given_head()  # both first, to raise errors before the long work
+        self.given_head()  # both checks first: errors come before the long work
         begun = time.monotonic()
         validation, held = self.validation
         files = self.data.files
@@ -500,7 +500,7 @@ class Run:
             self.output,
             identity,
         )
-        first = self._read(self.portions[0], held)  # a cache is refused before the training
+        first = self._read(self.portions[0], held)  # an unusable cache is refused before training
         trainer.begin(report)
         size = 0
         for number, portion in enumerate(self.portions):

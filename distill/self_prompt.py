@@ -67,7 +67,8 @@ def self_prompts(
         codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
-        eos_token_ids: Tokens that end a turn, besides the first token of the template after a turn.
+        eos_token_ids: Tokens that end a turn, in addition to the template's first token after a
+            turn.
         advance: Called with the number of prompts of each file.
         rows: Prompts in a batch.
         needed: Minimum number of prompts needed now.

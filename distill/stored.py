@@ -32,8 +32,8 @@ def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Name the file or directory if it cannot be written. safetensors and full disks report errors
-    without a name."""
+    """Within the block, errors in writing get the name of the file or directory. Errors of
+    safetensors and of full disks have no name."""
     try:
         yield
     except (SafetensorError, OSError) as error:

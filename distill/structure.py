@@ -51,7 +51,8 @@ def structure(
     if trains:
         usual["deep"] = deep_layers(geometry.num_layers, layer)
     found = usual | said
-    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # no LM head, or fails later
+    # Without blocks there is no separate LM head; too many blocks are refused later.
+    if not 0 < found["blocks"] <= len(geometry.attention_layers):
         return {"own_lm_head": False, "mlp": None} | found
     fits = _weights(geometry, found | {"own_lm_head": True}) <= MOST_WEIGHTS
     drafts_few = 0 < found["draft_vocab"] < geometry.vocab_size

@@ -54,12 +54,12 @@ class Targets:
 
 
 TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
-"""A :class:`Teacher`, or an engine that is called like a teacher."""
+"""A :class:`Teacher`, or an engine with the same signature."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows [B, T] with all that a training step needs.
+    """Rows [B, T] with all inputs of a training step.
 
     Attributes:
         hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the
@@ -128,8 +128,8 @@ def full_sequence_inputs(
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
-        whole: Whether the pass needs no caches and no mask, which are then empty. None means on all
-            devices except CPUs.
+        whole: Whether the pass needs no caches and no mask, which are then empty. None means true
+            on all devices except CPUs.
 
     Returns:
         The inputs of the blocks, and the empty KV caches.
@@ -163,7 +163,8 @@ class Teacher(nn.Module):
         Args:
             decoder: The frozen model.
             layers: Exit layers whose hidden states are returned, counted from 1.
-            top_k: Tokens of the distribution to keep, at most the whole vocabulary.
+            top_k: Number of most likely tokens to keep at each position, at most the whole
+                vocabulary.
             precision: ``bf16`` or ``float32``.
         """
         super().__init__()
@@ -286,7 +287,7 @@ class TargetCache:
             base: Fingerprint of the model.
             layers: Exit layers whose hidden states are needed. A cache of more layers can also be
                 used.
-            top_k: Tokens of the distribution that are cached.
+            top_k: Number of most likely tokens that are cached for each position.
             precision: ``bf16`` or ``float32``.
 
         Raises:

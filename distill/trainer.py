@@ -38,8 +38,8 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""Exponent in the mean of the head's weights, at a constant rate: step t counts t to this power, so
-that the mean lags by a fifth of the run."""
+"""Exponent of the running mean of the head's parameters, at a constant learning rate: step t has
+the weight t ** 3, so the mean lags by a fifth of the run."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Files of a checkpoint."""
 _STATES = {

@@ -233,7 +233,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     """Warn if some attentions or cache updates of the graph are not single kernels: decoding is
     slow then."""
-    # The first stage writes the cache of the last exit block without an attention.
+    # The first stage writes the cache of the last exit block, but has no attention for it.
     without = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     attentions = len(needs_of(manifest, graph).attended) - without
     updates = 2 * len(graph.caches)

@@ -72,7 +72,7 @@ def compensation(products: Tensor) -> Tensor:
     wide = products.double()
     diagonal = wide.diagonal()
     diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
-    # R with R R^T = products, so that U is its inverse.
+    # The upper triangular R with R R^T = products; U is the inverse of R.
     backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)
     whole = torch.eye(len(wide), dtype=wide.dtype)
     upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)

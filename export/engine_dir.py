@@ -160,15 +160,15 @@ def whole_model(checkpoint: Checkpoint) -> Head:
 
 
 def no_head(checkpoint: Checkpoint) -> Head:
-    """A place holder without weights: only the text drafts."""
+    """A placeholder without weights, for drafts that come only from the text."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint())
     )
 
 
 def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
-    """The configuration of a draft that is the whole model or, unless ``whole``, of the place
-    holder for drafts from the text alone."""
+    """The configuration of a draft that is the whole model or, unless ``whole``, of the placeholder
+    for drafts from the text alone."""
     if whole:
         return ExitConfig(
             geometry.num_layers, blocks=0, base=base, trained=True, calibration=WHOLE_MODEL_PRIOR
@@ -230,7 +230,7 @@ def export(
     Raises:
         EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too
             small, or ``output`` holds other files. If they appeared during the export, the new
-            directory is kept beside ``output``, and the message says where.
+            directory is kept next to ``output``, and the message gives its path.
     """
     output = resolved(output)
     check_output(output)
@@ -332,7 +332,7 @@ def stored_sources(
 
 @dataclass(frozen=True)
 class Prepared:
-    """Engines before anything is written.
+    """The engines of a directory before it is written.
 
     Attributes:
         graphs: The standard graphs by name.

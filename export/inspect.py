@@ -180,7 +180,7 @@ def main(
 def _outlined(model: str) -> Manifest:
     """The manifest that an export with default options would write."""
     try:
-        find_model(model, weights=False)  # before seconds of imports
+        find_model(model, weights=False)  # checked before the imports, which take seconds
         from eesd.export.outline import outlined
     except ImportError as error:
         raise lacks("Reading a model", error) from None
@@ -281,8 +281,8 @@ def _predict(
 
 
 def prediction_tables(predicted: Prediction) -> list[Table]:
-    """The times of calls, and the best chain for each acceptance (without a draft engine, of tokens
-    that the text proposes)."""
+    """The times of calls, and the best chain for each acceptance; without a draft engine, chains
+    consist of tokens that the text proposes."""
     plain = predicted.verify[0]
     calls = Table("call", "ms", box=None, pad_edge=False)
     if predicted.draft:

@@ -428,7 +428,7 @@ def _is_large(checkpoint: Checkpoint | Outline) -> bool:
 
 
 def _can_keep(tensors: Mapping[str, Quantization], dtype: str) -> bool:
-    """Whether engines of an element type can keep the levels of single tensors. 16-bit engines can
+    """Whether engines of this element type can keep the levels of these tensors. 16-bit engines can
     keep only MXFP4 levels, whose products are exact."""
     return dtype == "float32" or {*tensors.values()} == {MXFP4}
 
@@ -521,7 +521,8 @@ def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
-    """Whether weights with these levels have too few bits for a draft in half of them."""
+    """Whether weights with these levels have too few bits for a draft that reads half of the
+    bits."""
     return (
         levels is not None
         and levels.weights != FP8
@@ -580,7 +581,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     size = sum(weight_bytes(manifest, graph) for graph in manifest.graphs)
     if wanted is False or (wanted is None and torch_sees_gpu()):
         return []
-    if wanted is None and size > available_memory():  # this machine is unlikely to run it
+    if wanted is None and size > available_memory():  # this machine is unlikely to run the model
         return [
             (
                 "not built for the CPU: this machine has too little memory; eesd-build --target "
@@ -590,7 +591,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     try:
         from eesd.export.cpu.build import build_for_cpu
         from eesd.runtime.engines import operators
-    except ImportError as error:  # a broken ONNX Runtime
+    except ImportError as error:  # ONNX Runtime is broken
         return [f"not built for the CPU: {error}"]
     if problem := operators.missing():
         return [f"not built for the CPU: {problem}"]

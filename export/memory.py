@@ -95,7 +95,7 @@ def split_layers(
         # Rotary tables are on every device, so they are not counted.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    # Layers in which single tensors have other levels may differ a little in size: use the mean.
+    # Layers may differ a little in size if single tensors have other levels; use the mean.
     layer = nbytes(layer_shapes(geometry, range(layers))) // layers
     prefix = range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
@@ -234,7 +234,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
     attention in float32.
 
-    ``logits`` of the ``tokens`` tokens get logits of ``columns`` columns each.
+    Of the ``tokens`` tokens, ``logits`` get logits, with ``columns`` columns each.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size

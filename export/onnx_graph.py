@@ -203,7 +203,7 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
     """Check that only the node that writes a cache in place reads it.
 
     ONNX Runtime chooses the order of independent nodes, so a reader that precedes the writer in the
-    graph may run after it. A node that copies may read the cache if the written values depend on
+    graph may run after it. A node that copies the cache may read it if the written values depend on
     the copy.
 
     Args:

@@ -10,7 +10,7 @@ more queries. So the verify graph *folds* the query heads of a KV head into addi
 that head; without grouped heads, it computes the first query twice. Folded attention also reads
 each cache only once. In float32, heads stay separate for prompts: ONNX Runtime gives each head to
 one thread, and few heads load the threads unevenly. From two nodes on, both forms give the same
-bits. The draft graph need not fold.
+bits. The draft graph does not need to fold heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +56,8 @@ from eesd.common.weights import (
 from eesd.export.activations import activated, clamped, xielu
 
 FEW_NODES = 3
-"""The verify graph folds query heads in calls of B sequences with at most this many times B nodes
-each; see docs/decisions/0058."""
+"""In calls of B sequences, the verify graph folds query heads if the sequences have at most this
+number times B nodes each; see docs/decisions/0058."""
 CONSTANT = "constant."
 """Prefix of initializers that are not weights."""
 
@@ -139,7 +139,8 @@ class OnnxOperations:
         return name
 
     def _weight(self, name: str, shape: Shape | None = None) -> StoredWeight:
-        """A weight by its name in the description. Packed weights and tables need a shape."""
+        """A weight by its name in the description. ``shape`` is required for packed weights and
+        tables."""
         shape = self.shapes[name] if shape is None else shape
         name = graph_name(name, shape, self.geometry, self.draft, self.dtype, self.quantization)
         if name not in self.weights:
@@ -342,7 +343,7 @@ class OnnxOperations:
     ) -> str:
         """Run each expert on all tokens.
 
-        An expert's inputs are 0 for tokens that do not use it. So its outputs are 0, and never
+        For tokens that do not use an expert, its inputs are 0, so its outputs are 0 and never
         exceed the range of the type.
         """
         routed = self.norm(x, mixture.router_norm) if mixture.router_norm else ""
@@ -423,7 +424,7 @@ class OnnxOperations:
         return self._heads_joined(attended, geometry.num_heads * size)
 
     def _units(self, block: Block) -> int:
-        """The number of a cache's heads that one head of a block takes."""
+        """Number of cache heads that hold one head of a block."""
         return block.geometry.head_dim // self.geometry.head_dim
 
     def _as_cached(self, x: str, block: Block) -> str:
@@ -438,7 +439,7 @@ class OnnxOperations:
         return self.node("Pad", [x, self.constant([0] * 5 + [spare, 0, 0])]) if spare else x
 
     def _as_heads(self, cache: str, block: Block) -> str:
-        """Keys or values of a cache as [B, heads, S, D] of a block."""
+        """Keys or values of a cache in the shape [B, heads, S, D] that a block uses."""
         key = f"{cache} of {block.kind}"
         if key in self._made:
             return self._made[key]
@@ -561,7 +562,7 @@ class OnnxOperations:
         return not self.draft and self.dtype == "float32"
 
     def _where_many(self, many: str, few: str) -> str:
-        """One shape for calls with many nodes, another for those with few."""
+        """One of two shapes: ``many`` for calls with many nodes, ``few`` for calls with few."""
         key = f"where {many} {few}"
         if key not in self._made:
             self._made[key] = self.node("Where", [self._has_many_nodes(), many, few])
@@ -644,8 +645,8 @@ class OnnxOperations:
     def _convolved(
         self, state: str, states: str | Sequence[str], block: Block, name: str, taps: int
     ) -> str:
-        """The float32 sums [B, n, columns] of a convolution over states, which lie in caches, or
-        side by side in a float32 tensor [B, S, columns]."""
+        """The float32 sums [B, n, columns] of a convolution over states in caches, or side by side
+        in a float32 tensor [B, S, columns]."""
         columns = self.shapes[f"{block.prefix}{name}.weight"][0]
         weights = self._split(self._wide(block, name), [1] * taps, 2)
         total = ""
@@ -676,7 +677,7 @@ class OnnxOperations:
         return self._cast(weight.name, weight.dtype, "float32")
 
     def delta_rule(self, x: str, block: Block, name: str) -> str:
-        """The deltas of a pass are solved one token after another; all else is matrix products.
+        """The deltas of a pass are computed token by token, everything else as matrix products.
 
         States and outputs are computed in float32.
         """
@@ -738,8 +739,9 @@ class OnnxOperations:
         return self.node("TensorScatter", [states, new, "write_indices"], axis=1)
 
     def _decays(self, logs: str) -> str:
-        """The decay of each visible slot's outer product until each token, [B, heads, n, S], from
-        logarithms [B, S, heads]; 0 for slots that the token does not see."""
+        """Factor by which each visible slot's outer product has decayed at each token, [B, heads,
+        n, S], from the logarithms of the decays [B, S, heads]; 0 for slots that the token does not
+        see."""
         logs = self._unsqueeze(self.node("Transpose", [logs], perm=[0, 2, 1]), 2)
         seen = self.node("Greater", ["attn_mask", self.constant(MASKED / 2, self.dtype)])
         later = self.node("Where", [seen, logs, self._float(0.0)])

@@ -33,8 +33,8 @@ class Outline:
     Attributes:
         geometry: Geometry of the model.
         quantization: Quantization of the model's weights; None if they are not quantized.
-        own_levels: Quantizations of single tensors: of MXFP4 experts. (GGUF files, whose
-            tensors also have levels, are opened instead.)
+        own_levels: Quantizations of single tensors, for MXFP4 experts. (GGUF files, whose tensors
+            also have levels, are opened instead.)
     """
 
     geometry: Geometry
@@ -43,7 +43,8 @@ class Outline:
 
 
 def outlined(name: str) -> Manifest:
-    """The manifest, without files, of an export with default options. No weight is read or fetched.
+    """The manifest of an export with default options, without its files. No weights are read or
+    downloaded.
 
     Args:
         name: A model as ``eesd-export`` takes it. Reads ``config.json`` of a directory, or the
@@ -109,7 +110,7 @@ def outline(
 
 
 def _own_levels(config: ModelConfig) -> dict[str, Quantization]:
-    """The quantizations of single tensors: of MXFP4 experts."""
+    """The quantizations of single tensors, which only MXFP4 experts have."""
     if config.packing is None or config.packing.layout != OF_EXPERTS:
         return {}
     names = layer_shapes(config.geometry, range(config.geometry.num_layers))

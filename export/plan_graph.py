@@ -43,7 +43,8 @@ def plan_graph(
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read only the first slots. The mask has one column for each, fewer than S.
+    """Let attention read only the first slots. The mask has a column for each of these slots, fewer
+    than S.
 
     Attention then copies only this part of the caches. The caches are still updated in place.
     """

@@ -42,7 +42,7 @@ class Hardware:
     """Properties of a device.
 
     Attributes:
-        name: Name in tables.
+        name: Name for the tables.
         bandwidth: Bytes of memory per second.
         operations: Operations of dense products per second, a multiply-add counting as two.
         memory: Bytes of memory.
@@ -238,7 +238,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
     """
     read_weights = _weights_read(manifest, graph)
     weights = sum(rank_bytes(weight, ranks) for weight in read_weights)
-    if graph == manifest.draft and manifest.dtype == "float32":  # the CPU reads halved weights
+    if graph == manifest.draft and manifest.dtype == "float32":  # drafts on the CPU halve them
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
     # Only one slot of a state cache is read.

@@ -77,7 +77,7 @@ def _run(command: list[str]) -> None:
         try:
             code = process.wait()
         except BaseException:
-            process.terminate()  # it deletes its output
+            process.terminate()  # it then deletes its output
             raise
     if code:
         sys.exit(code if code > 0 else 128 - code)
@@ -100,7 +100,7 @@ def main(request: str) -> None:
 
 
 def _export(place: Path, model: str, options: Options, packed: bool) -> None:
-    kept = cache.discard(place) if place.exists() else ""  # it is damaged or foreign
+    kept = cache.discard(place) if place.exists() else ""  # a damaged or foreign directory
     if kept:
         raise EESDError(f"{place} cannot be used, and is not replaced: {kept}; move it away.")
 

@@ -38,9 +38,9 @@ LEAST_TOKENS = 4096
 MOST_TOKENS = 16384
 """Minimum and maximum number of tokens that the rounding reads."""
 ROW = 512
-"""Tokens of a row. They attend only to each other."""
+"""Number of tokens in a row. The tokens of a row attend only to each other."""
 TOGETHER = 8
-"""Rows that run together."""
+"""Number of rows that run together."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def rounded_on(
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
-        output: Output of the export. Until the end of the block, the levels lie next to it.
+        output: Output of the export. Until the block ends, the levels are stored next to it.
         say: Called with the number of each layer and the number of layers.
 
     Raises:

@@ -3,10 +3,11 @@ checkpoint's files.
 
 Written tensors are cast, transposed and quantized one by one, so only one tensor is in memory.
 
-Linked tensors stay in their files. Only hard links work with every backend: ONNX Runtime and
-TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses symbolic links that
-lead out of the directory. A linked directory survives when the checkpoint is moved, deleted or
-downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was modified in place.
+Linked tensors stay in the checkpoint's files. Only hard links to these work with every backend:
+ONNX Runtime and TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses
+symbolic links that lead out of the directory. A linked directory survives when the checkpoint is
+moved, deleted or downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was
+modified in place.
 """
 
 import errno
@@ -151,7 +152,7 @@ class JointTensor:
 
 
 def joined(parts: Sequence[TensorSource]) -> TensorSource:
-    """One source for all parts of a weight."""
+    """The source of a whole weight, from the sources of its parts."""
     return parts[0] if len(parts) == 1 else JointTensor(parts)
 
 

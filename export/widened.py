@@ -84,7 +84,8 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         The changed graph, serialized for a session.
 
     Raises:
-        EESDError: onnx cannot read the graph, or the weights are not where the graph refers to.
+        EESDError: onnx cannot read the graph, or the weights are not in the place to which the
+            graph refers.
     """
     model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -150,8 +151,8 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
         The names of the weights.
 
     Raises:
-        KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph
-            refers to.
+        KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not in the place to
+        which the graph refers.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}

@@ -118,7 +118,7 @@ class Checkpoint:
         names = ", ".join(unused[:3])
         if len(unused) > 3:
             names += f" and {len(unused) - 3} more"
-        if self.path.is_file():  # llama.cpp may compute with them
+        if self.path.is_file():  # llama.cpp may use them
             raise EESDError(
                 f"{self.path} has the tensors {names}, which are not supported for "
                 f"{geometry.architecture}."

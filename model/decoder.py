@@ -150,7 +150,7 @@ class ExitHead(nn.Module):
         columns = shapes.pop(DRAFT_VOCAB, None)
         ids = None if columns is None else torch.zeros(columns, dtype=torch.int64)
         self.register_buffer(DRAFT_VOCAB, ids)
-        needs = graph_needs(*self.described, None)  # the draft has whole blocks
+        needs = graph_needs(*self.described, None)  # the draft graph runs whole blocks
         names = dict.fromkeys((*(name.removeprefix(EXIT_HEAD) for name in needs.weights), *shapes))
         ordered = sorted(
             (name for name in names if name in shapes),
@@ -208,7 +208,7 @@ class ExitHead(nn.Module):
         return attend_in_head(self._operations(inputs, caches), self.described, x)
 
     def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Run the rest of the head, for each token alone. ``x`` and ``state``, the deep state
+        """Run the rest of the head, for each token separately. ``x`` and ``state``, the deep state
         before the token's root, have the same leading dimensions."""
         o = self._operations()
         if state is not None:

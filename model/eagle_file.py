@@ -212,7 +212,7 @@ def _read_block(fields: Fields) -> Geometry:
 
 def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
     """Refuse unknown fields that are true, because such fields mark variants of these heads. The
-    fields ``later`` are read afterwards."""
+    fields in ``later`` are read afterwards."""
     known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
     on = [name for name in fields.left if name not in known and fields.raw[name] is True]
     if on:
@@ -242,8 +242,8 @@ def _draft_vocab(
 def _check_embeddings(
     stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path
 ) -> None:
-    """Refuse a head whose embedding table differs from the model's by more than rounding: it is for
-    another model, or was trained."""
+    """Refuse a head whose embedding table differs from the model's by more than rounding: the head
+    is for another model, or its table was trained."""
     own = stored.get("embed_tokens.weight")
     models = checkpoint.tensors[EMBEDDINGS]
     if own is None:

@@ -29,8 +29,8 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
 
     Args:
         directory: Directory of the head.
-        base: Fingerprint of the base model. None accepts any model: without weights, the
-            fingerprint is unknown.
+        base: Fingerprint of the base model. None if the weights, and so the fingerprint, are not
+            available: a head of any model is accepted.
 
     Raises:
         EESDError: The file is missing or damaged, or the head was trained for another base model.

@@ -57,7 +57,7 @@ def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Split tensors that hold all experts of a layer: ``mlp.experts.gate_up_proj`` [E, 2 size, in]
     and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in memory, or separate
-    gate and up. A tensor of another shape stays whole, and its experts are reported missing."""
+    gate and up. A tensor of another shape is not split, and its experts are reported missing."""
     experts = geometry.experts
     if experts is None:
         return tensors

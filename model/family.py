@@ -180,7 +180,7 @@ class Family:
             no such field.
         activation_names: The decoder's activations by the family's own names.
         partial_rotary: Default of ``partial_rotary_factor``; None to rotate the whole head.
-        interleaved: Whether neighbouring values of a head rotate together, and not values of its
+        interleaved: Whether neighbouring values of a head rotate together, instead of values of its
             two halves.
         rope_fields: Selects the fields of the rotary embedding from the config's.
         own: Reads the fields that other families do not have.
@@ -220,7 +220,7 @@ class Family:
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers in transformers."""
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
-"""llama.cpp's key of the epsilon of norms that subtract the mean."""
+"""llama.cpp's key for the epsilon of norms that subtract the mean."""
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
@@ -372,8 +372,8 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
 
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
-    """Split a module of the blocks into parts with these numbers of rows. A tensor of another size
-    stays whole, and is refused later."""
+    """Split a module of the blocks into ``parts``, which give the number of rows of each new
+    module. A tensor of another size is not split; it is refused later."""
     found = {}
     for name, tensor in tensors.items():
         before, there, kind = name.partition(f".{module}.")
@@ -404,7 +404,7 @@ def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Ten
     half = geometry.head_dim // 2
     rotated = geometry.rotated or half
     scaling = geometry.rope_scaling
-    if scaling is not None and scaling.kind == "proportional":  # turns halves of whole heads
+    if scaling is not None and scaling.kind == "proportional":  # rotates halves of whole heads
         rotated = half
     if rotated == half and not interleaved:
         return tensors

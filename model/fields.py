@@ -8,7 +8,8 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is read with its type. :meth:`left` names the rest.
+    """The fields of a JSON object. Each is read with its type. :meth:`left` names the fields that
+    were not read.
 
     Raises:
         ValueError: A field has another type, or is out of range.

@@ -69,7 +69,7 @@ _ALIGNMENT = 32
 
 
 def _library() -> Any:
-    """The ``gguf`` library. Only GGUF files need it."""
+    """The ``gguf`` library, which only GGUF files need."""
     try:
         import gguf
     except ImportError:
@@ -207,7 +207,7 @@ class _Header:
             return list(self._numbers(_SCALARS[kind], count))
         if kind != _STRING:
             raise self.damaged(f"its metadata have a list of type {kind}")
-        # Bounded by the file: each string takes at least the bytes of its length.
+        # The file's size limits the list: each string takes at least the bytes of its length field.
         return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
@@ -346,8 +346,8 @@ class GgufTensor:
         return self._stored_levels(quantization.weights, is_transposed)
 
     def blocks(self, quantization: Quantization) -> tuple[str, NDArray[np.uint8]] | None:
-        """The type of the blocks, and the bytes of all rows [rows, bytes], if :meth:`levels` would
-        return their levels, and the library of operators packs such blocks."""
+        """Type of the stored blocks, and bytes of all rows [rows, bytes]. None unless
+        :meth:`levels` would return the levels and the operator library packs such blocks."""
         if not self._keeps(quantization) or self.quantization == MXFP4:
             return None
         return self._stored.stored, self._rows(self.shape[0])

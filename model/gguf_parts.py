@@ -8,8 +8,8 @@ _NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 
 def part_of(path: Path, number: int, count: int) -> Path:
-    """Path of a part beside another part or a whole file; ``number`` counts from 1. A file without
-    such a name counts as ``NAME.gguf``."""
+    """Path of one part of a model, given another part or a whole file; ``number`` counts from 1.
+    The parts of ``NAME.gguf`` are called ``NAME-00001-of-00002.gguf`` and so on."""
     found = _NAME.fullmatch(path.name)
     name = found[1] if found else path.stem
     return path.with_name(f"{name}-{number:05d}-of-{count:05d}.gguf")

@@ -19,15 +19,15 @@ from eesd.common.checks import shown
 def check_ties(scores: Mapping[str, float], model: BPE) -> None:
     """Check that equal scores give the tokens of llama.cpp.
 
-    Llama 2 and Mistral give all runs of spaces the same score. For such runs of one character, the
-    results of both programs are compared.
+    Llama 2 and Mistral give all runs of spaces the same score. For runs of one character with equal
+    scores, the results of both programs are compared.
 
     Args:
         scores: The scores of the pieces that merges make, without special tokens.
         model: Merges pieces in the order of their scores.
 
     Raises:
-        ValueError: Different tokens are possible.
+        ValueError: The tokens might differ from llama.cpp's.
     """
 
     @cache

@@ -3,8 +3,8 @@
 
 Both have the same inputs, and caches in the order of their indices.
 
-The verify module computes logits only for the tokens that its caller names: a prompt needs none,
-and the LM head is a large part of a small model.
+The verify module computes logits only for the tokens that its caller selects: most prompt tokens
+need no logits, and the LM head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Graph(nn.Module):
         best: Function of logits [B, n, V] in any type, K and a draft vocabulary that returns an
             engine's results for its callers (:func:`~eesd.runtime.engines.torch_fused.find_best`).
             If None, operators of torch compute them from float32.
-        unmasked: Largest number of a sequence's tokens for which attention derives the mask.
+        unmasked: Largest number of tokens of a sequence for which attention derives the mask.
 
     Args:
         decoder: The base model.

@@ -46,7 +46,8 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     several into one.
 
     The blocks start from the last E layers, the norm from the final norm, and a separate LM head
-    from the base model's. A block's MLP starts from the first experts of its layer that fit.
+    from the base model's. If a layer has experts, a block's MLP starts from the first of them, up
+    to the MLP's width.
     """
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if geometry.norm_bias:
@@ -76,8 +77,8 @@ def _block_shapes(geometry: Geometry, exit_config: ExitConfig, index: int) -> di
 def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: ExitConfig) -> Array:
     """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
-    Experts lie side by side, as if a token used all of them with the same weight. A narrower MLP
-    takes their first rows. Missing rows are 0, which adds nothing.
+    Experts are joined side by side, as if a token used all of them with the same weight. A narrower
+    MLP takes their first rows. Missing rows are 0, which adds nothing.
     """
     _, _, of_block = name.partition("blocks.")
     index, _, within = of_block.partition(".")

@@ -34,6 +34,6 @@ def causal_inputs(
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, caches: int | None = None) -> list[KV]:
-    """Create ``caches`` caches of zeros; None for the number of caches of the base layers."""
+    """Create ``caches`` zero-filled caches; None for the number of caches of the base layers."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(caches or geometry.num_caches)]

@@ -57,7 +57,7 @@ def make_initial_head(
 
 
 def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
-    """Random projections to the deep state, and a zero projection from it, which adds nothing
+    """Random projections to the deep state, and a zero projection back, so that it adds nothing
     yet."""
     hidden = geometry.hidden_size
     width = geometry.cache_columns

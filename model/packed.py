@@ -217,7 +217,7 @@ class PackedTensor:
         return values if self._order is None else values[self._order]
 
     def _values(self) -> NDArray[np.float32]:
-        """All outputs of the dequantized weight [out, in] in float32."""
+        """The whole dequantized weight [out, in], in float32."""
         raise NotImplementedError
 
     def fits(self, quantization: Quantization) -> bool:
@@ -411,7 +411,7 @@ class PackedIntegers(PackedTensor):
             )
         if self._packing.symmetric:
             # GPTQ's second format stores the middle itself for a symmetric weight. Some configs
-            # claim the first format for it.
+            # name the first format instead.
             if not any((zeros == one).all() for one in {middle, middle - int(layout == GPTQ)}):
                 raise EESDError(
                     f"{part.name} has zero points, but config.json says that there are none "

@@ -131,8 +131,8 @@ class Packing:
 
     @property
     def kind(self) -> str:
-        """Element type of the levels. Engines have no ``uint8``; they have NVFP4 only with a power
-        of two as the factor, and MXFP4 only in single tensors."""
+        """Element type of the levels. Engines do not support ``uint8``; they support NVFP4 only if
+        its factor is a power of two, and MXFP4 only in single tensors."""
         integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
         return {FLOATS: FP8, NVFP4: NVFP4, OF_EXPERTS: OF_EXPERTS}.get(self.layout, integers)
 

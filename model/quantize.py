@@ -69,8 +69,8 @@ _PIECE = 1 << 16
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's
 cache."""
 _INPUTS = 128
-"""Inputs of a piece. With fewer, reading is slow, because the inputs of an output are consecutive;
-with more, some threads have no work."""
+"""Number of inputs in a piece. If it is smaller, reading is slow, because the inputs of an output
+are consecutive; if it is larger, some threads have no work."""
 
 
 class Blocks(NamedTuple):
@@ -181,8 +181,8 @@ def _float8(values: Floats) -> NDArray[np.uint8]:
     """The bits of the nearest FP8 numbers, for values from -448 to 448. The results equal those of
     ml_dtypes, in a fraction of the time.
 
-    From 2 ** -6 on, whose bits are 8, FP8 has the upper bits of a float32 with another exponent.
-    Below that, the bits count units of 2 ** -9.
+    From 2 ** -6 on, which has the bits 8, an FP8 number consists of the upper bits of a float32,
+    minus the difference of the exponents' offsets. Below that, the bits count units of 2 ** -9.
     """
     sizes = np.abs(values)
     bits = sizes.view(np.int32)
@@ -298,7 +298,7 @@ class _ScaleSearch:
         self._gain = np.maximum(gain, self._gain)
 
     def _fit(self, scale: Floats) -> tuple[Floats, Floats]:
-        """The best scale for the levels from a scale, and its gain."""
+        """The best scale for the levels that ``scale`` gives, and its gain."""
         levels = self._levels
         products = self._products
         np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)

@@ -61,7 +61,7 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
     kind = family.rope_names.get(kind, kind)
     rotated = _rotated(own, fields, head_dim, family)
     original = fields.take("original_max_position_embeddings", family.original_positions)
-    if original is not None:  # as in transformers, the config's value overrides that of the rope
+    if original is not None:  # as in transformers, it overrides the value in the rope fields
         own = Fields({**own.raw, "original_max_position_embeddings": original})
     scaling = _scaling(own, kind, theta, positions, rotated or head_dim // 2)
     own.taken |= {

@@ -1,5 +1,5 @@
 """The text model of a checkpoint that also reads images: its part of ``config.json``, and its
-tensors. Other parts are left out."""
+tensors. Its other parts are left out."""
 
 import re
 from collections.abc import Mapping

@@ -73,9 +73,9 @@ class Inputs:
             derive the mask use only its shape.
         logit_rows: Indices [R], out of n, of the tokens for which the verify graph computes logits;
             the same in every sequence. None for all tokens.
-        tree: For kernels that derive the mask, if the tokens may be a tree: a number [B], below
-            which each token sees all slots; and [B, n, width] for the following slots, 1 if a token
-            sees the slot. None if each token sees the slots up to its own.
+        tree: For kernels that derive the mask, if the tokens may form a tree: a number of first
+            slots [B] that every token sees, and a table [B, n, width] of the following slots, 1
+            where a token sees the slot. None if each token sees the slots up to its own.
         whole: Whether the pass has whole sequences from their first tokens on, in which each token
             sees the tokens up to itself. It then uses neither caches nor a mask, and GPUs have fast
             kernels for this attention.
@@ -204,7 +204,7 @@ def _attention(
     slots = mask.shape[3]
     keys = keys[:, :, :slots]
     values = values[:, :, :slots]
-    if cap or sinks is not None:  # torch's attention supports neither
+    if cap or sinks is not None:  # torch's attention has neither caps nor sinks
         scores = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float()
         if sinks is not None:
             beside = sinks.float().expand(*scores.shape[:3], 1)
@@ -352,7 +352,7 @@ class TorchOperations:
     def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
         """The weighted sum of the experts, each of which runs on all tokens.
 
-        An expert's inputs are 0 for tokens that do not use it. So its outputs are 0, and never
+        For tokens that do not use an expert, its inputs are 0, so its outputs are 0 and never
         exceed the range of the type.
         """
         y = torch.zeros_like(x)
@@ -437,8 +437,8 @@ class TorchOperations:
         return own.num_kv_heads * own.head_dim // self.model.geometry.head_dim
 
     def _as_heads(self, cache: Tensor, block: Block) -> Tensor:
-        """Keys or values of a cache, in the block's shape [B, heads, S, D]. It is a copy if a head
-        takes several heads of the cache."""
+        """Keys or values of a cache, in the block's shape [B, heads, S, D]. It is a copy if one of
+        the block's heads takes the place of several cache heads."""
         own = block.geometry
         used = cache[:, : self._units(block)]
         if own.head_dim == cache.shape[3]:
@@ -584,7 +584,7 @@ class TorchOperations:
         v = given.v.transpose(1, 2)
         steps = given.steps.transpose(1, 2)[..., None]
         found = []
-        for token in range(mixed.shape[1]):  # products of one token, whatever the number of tokens
+        for token in range(mixed.shape[1]):  # always products of a single token
             at = slice(token, token + 1)
             both = torch.cat((given.k[:, at], given.q[:, at]), 1)
             known, seen_by = torch.split(given.scores(both, keys, decays[:, :, at]), 1, 2)

@@ -56,7 +56,7 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
                     _write(directory, manifest, new)
-                for other in directory.glob("cpu-*"):  # builds of other graphs
+                for other in directory.glob("cpu-*"):  # builds from other graphs
                     if other != place and is_build(other):
                         remove_directory(other, foreign_build)
     except OSError as error:

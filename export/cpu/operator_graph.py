@@ -52,7 +52,7 @@ from eesd.runtime.engines.cpu_cache import slots_of, states_at
 from eesd.runtime.engines.operators import DOMAIN
 
 GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
-"""Numbers of the activations in the operators."""
+"""The operators' numbers for the activations."""
 GATE_UP = ".gate_up_proj."
 """Part of the name of the weight that packs gate and up."""
 
@@ -223,7 +223,7 @@ class _Builder:
         residual: Sequence[str] = (),
         activation: str = "",
     ) -> str:
-        if norm is not None and norm.centred:  # products do not compute such norms
+        if norm is not None and norm.centred:  # product operators do not compute such norms
             x = self.norm(x, norm)
             norm = None
         parts = self._parts(layers)
@@ -241,7 +241,7 @@ class _Builder:
     def _parts(self, layers: Sequence[Linear]) -> list[Columns]:
         """The columns of some layers.
 
-        Gate and up of an MLP are two matrices for the operator, whether they are packed or not.
+        The operator takes gate and up of an MLP as two matrices, even if they are packed into one.
         """
         names = [f"{layer.name}.weight" for layer in layers]
         packed = self._find(packed_name(names)) if len(names) > 1 else None
@@ -275,8 +275,7 @@ class _Builder:
         return self._small(f"{norm.name}.weight") if norm else self._small()
 
     def _residual(self, residual: Sequence[str], name: str) -> str:
-        """The sum of the residuals. It is computed first, because a product adds only one
-        tensor."""
+        """The sum of the residuals, computed beforehand, because a product adds only one tensor."""
         if len(residual) > 1:
             return self._node("Add", residual, f"{name}.residual", domain="")
         return residual[0] if residual else self._small()
@@ -479,8 +478,8 @@ class _Builder:
         return name
 
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
-        """The operators' parameters of weights. The draft reads only the upper plane of weights in
-        two planes, unless ``whole``."""
+        """The operators' parameters for these weights. The draft reads only the upper plane of
+        two-plane weights, unless ``whole``."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
         given = [self.locate(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]

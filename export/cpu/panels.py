@@ -16,8 +16,8 @@ from eesd.common.machine import cores
 from eesd.runtime.engines.operators import library
 
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
-"""The operators' numbers of formats. The last two have the same bytes, 8-bit levels in two 4-bit
-planes; ``UPPER`` reads only the first plane."""
+"""The operators' numbers for the formats. The last two have the same bytes, 8-bit levels in two
+4-bit planes; ``UPPER`` reads only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
 """Types of scales and minimums: float16, float32, or int8 times a float16 for 256 inputs, as in
 K-quants."""
@@ -145,7 +145,7 @@ def _array(array: NDArray[Any]) -> _Array:
 
 
 def _pack(source: _Source) -> Packed:
-    """Pack a weight, whose arrays the caller keeps."""
+    """Pack a weight; the caller must keep its arrays in memory."""
     numbers = (ctypes.c_int64 * 8)()
     threads = ctypes.c_int64(cores())
     _call("eesd_plan", ctypes.byref(source), threads, numbers)

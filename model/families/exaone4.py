@@ -1,5 +1,5 @@
 """EXAONE 4: norms after attention and MLP, and of queries and keys. If some layers have a window,
-the other layers do not rotate."""
+the other layers have no rotary embedding."""
 
 from eesd.common.geometry import SLIDING, UNROTATED
 from eesd.model.families.olmo2 import tensors_of_olmo

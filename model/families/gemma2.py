@@ -27,7 +27,8 @@ NAMES = {
 
 
 def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[str, Any]:
-    """The parts that Gemma 2 and 3 share. ``final_cap`` is the default cap of logits."""
+    """The parts of the geometry that Gemma 2 and 3 share. ``final_cap`` is the default cap of
+    logits."""
     fields.take("hidden_act", None)  # transformers reads only hidden_activation
     if sizes.hidden % fields.integer("num_attention_heads"):
         raise ValueError(
@@ -63,7 +64,8 @@ GGUF_NAMES = {
     "post_attention_norm": NAMES["post_attention_layernorm"],
     "post_ffw_norm": NAMES["post_feedforward_layernorm"],
 }
-"""llama.cpp's names of the norms after attention and MLP. llama.cpp stores whole norm weights."""
+"""llama.cpp's names of the norms after attention and MLP. llama.cpp stores norm weights with the 1
+added."""
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:

@@ -68,7 +68,7 @@ VECTORS = {
 
 
 class _Heads(NamedTuple):
-    """KV heads of a kind of layer, and values of a head."""
+    """Number of KV heads and head size of a kind of layer."""
 
     kv_heads: int
     size: int
@@ -152,7 +152,7 @@ def _full_rope(fields: Fields, size: int) -> dict[str, Any]:
 
 
 def _shared(fields: Fields, kinds: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The parts for layers that read the keys and values of other layers."""
+    """The parts of the geometry for layers that read the keys and values of other layers."""
     count = fields.integer("num_kv_shared_layers", 0, optional=True, least=0)
     doubles = fields.flag("use_double_wide_mlp")
     if not count:

@@ -46,7 +46,7 @@ ROPE = {
 WINDOW = 128
 EXPERTS = ".mlp.experts."
 PARTS = ("gate_proj", "up_proj")
-"""Rows of ``gate_up_proj``, which alternate."""
+"""The modules whose rows alternate in ``gate_up_proj``."""
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -72,7 +72,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         "activation": "clamped",
         "wide_norms": True,
         "experts": Experts(count, used, size, normed=True, bias=True),
-        # Only an exit head has this size: the experts that a token uses.
+        # Only MLPs of an exit head have this size, the total of the experts that a token uses.
         "intermediate_size": used * size,
     }
     return Own(parts | take_kinds(fields, types, WINDOW))
@@ -92,7 +92,8 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _experts(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The parts of a tensor: of one expert with MXFP4 levels, or of all experts."""
+    """The decoder's tensors for a stored one: an expert's tensor with MXFP4 levels, or a tensor of
+    all experts."""
     before, _, module = name.partition(EXPERTS)
     levels = re.fullmatch(r"(\d+)\.(gate_up_proj|down_proj)\.weight", module, re.ASCII)
     if levels:

@@ -19,7 +19,7 @@ from eesd.model.fields import Fields
 
 
 def take_factors(fields: Fields, sizes: Sizes) -> Own:
-    """The parts for the four factors, and for ``attention_bias``."""
+    """The parts of the geometry for the four factors and for ``attention_bias``."""
     residual, logits = (
         take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling")
     )

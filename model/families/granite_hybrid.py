@@ -1,5 +1,5 @@
-"""Granite 4 (dense): Granite with attention in all layers; some models do not rotate. Layers of
-Mamba and experts are refused."""
+"""Granite 4 (dense): Granite with attention in all layers; some models have no rotary embedding.
+Mamba layers and experts are refused."""
 
 from eesd.common.checks import shown
 from eesd.common.geometry import UNROTATED, Geometry

@@ -31,7 +31,7 @@ def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     own = take_factors(fields, sizes)
-    # Only an exit head has this size: the experts that a token uses.
+    # Only MLPs of an exit head have this size, that of the experts that a token uses.
     parts = {
         "intermediate_size": used * size + shared,
         "experts": Experts(count, used, size, normed=True, shared=shared),

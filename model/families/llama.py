@@ -7,7 +7,8 @@ from eesd.model.fields import Fields
 
 
 def take_llama(fields: Fields, sizes: Sizes, biased: bool = False) -> Own:
-    """The parts that Llama's fields choose. ``biased`` is the default for biases."""
+    """The parts of the geometry that Llama's fields determine. ``biased`` is the default for
+    biases."""
     biases = (fields.flag(name, biased) for name in ("attention_bias", "mlp_bias"))
     return _llama(fields, sizes, *biases)
 

@@ -17,7 +17,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
-    # Only an exit head has this size: the experts that a token uses.
+    # Only MLPs of an exit head have this size, that of the experts that a token uses.
     return Own(
         {"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)},
         take_window(fields),

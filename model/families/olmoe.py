@@ -14,7 +14,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 64, 8)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
-    # Only an exit head has this size: the experts that a token uses.
+    # Only MLPs of an exit head have this size, that of the experts that a token uses.
     parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}
     # transformers ignores the window in masks, but its KV cache drops the tokens before the window.
     return Own(attention_biases(fields) | parts, take_window(fields))

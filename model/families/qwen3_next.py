@@ -75,7 +75,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 def delta_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     """The tensors with the decoder's names, with attention's gates separate from queries, and with
-    whole norms."""
+    1 added to the weights of norms."""
     found: Tensors = {}
     for name, tensor in apart(renamed(tensors, NAMES), geometry).items():
         before, _, kind = name.partition("self_attn.q_proj.")
@@ -118,13 +118,13 @@ def _split_heads(
         prefix: Prefix of the modules' names.
         kind: ``weight`` or ``bias``.
         tensor: The tensor.
-        parts: For each module, the number of rows of each part of a head. The module has the first
-            part of all heads, then the second part of all heads.
+        parts: For each module, the number of rows in each of its parts of a head. The module
+            consists of the first part of all heads, then the second part of all heads.
         heads: Number of heads.
     """
     rows = [count for counts in parts.values() for count in counts]
     if not tensor.shape or tensor.shape[0] != heads * sum(rows):
-        return {f"{prefix}{next(iter(parts))}.{kind}": tensor}  # which is refused by its shape
+        return {f"{prefix}{next(iter(parts))}.{kind}": tensor}  # later refused for its shape
     order = np.arange(tensor.shape[0]).reshape(heads, -1)
     pieces = iter(np.split(order, np.cumsum(rows)[:-1], axis=1))
     found: Tensors = {}

@@ -25,7 +25,7 @@ def _start(module: str) -> None:
         if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
-    except KeyboardInterrupt:  # a second one, while the first was reported
+    except KeyboardInterrupt:  # Ctrl-C again, while the first was reported
         sys.exit(130)
     finally:
         if interruptible:

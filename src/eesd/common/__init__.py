@@ -1,2 +1,2 @@
-"""Modules that all rooms share: errors, files, the manifest, machine probes, common parts of the
-commands. They import no other room."""
+"""Modules that all other packages share: errors, files, the manifest, machine probes, common parts
+of the commands. They import none of those packages."""

@@ -24,16 +24,16 @@ slot.
 **EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
 a state of the token before it. If that token is the one before the root, the verify graph computed
 the state: hidden states of three layers, fused by a product. If it is a drafted token, the head
-computed the state. Both states lie in the slot of the token that they describe, in caches of
-states. So a draft step reads the slot of each token's parent and writes the slot of the token; the
-verify graph overwrites the drafted states with fused states, and writes the block's keys and
-values, computed from these. All graphs have the same inputs, and code that moves or keeps caches
-handles states, too. The first token of a text has no parent, so the published heads have no keys
+computed the state. Both states are stored in the slot of the token that they describe, in caches of
+states. So a draft step reads the slot of each token's parent and writes the token's slot. The
+verify graph overwrites the drafted states with fused states, and computes the block's keys and
+values from these. All graphs have the same inputs, and code that moves or keeps caches handles
+states, too. The first token of a text has no parent, so the published heads have no keys
 for it: only that token attends to its own slot.
 
-**Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
-of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
-nothing has to be undone when drafted tokens are rejected.
+**Short convolutions** (LFM2) replace attention in some layers. Each token's state is stored in its
+slot of the layer's caches, as keys are. A token reads the states of the tokens before it on its
+path. So nothing has to be undone when drafted tokens are rejected.
 
 **The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each value head has
 a matrix S as its state. A token convolves its queries, keys and values with the queries, keys and
@@ -97,7 +97,7 @@ FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
 """Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
 SINKS = "self_attn.sinks"
-"""Name, within a block, of the sinks of the attention heads. The weight is [heads]."""
+"""Name, within a block, of the sinks of the attention heads. Its weight is [heads]."""
 TAPS = "conv.conv"
 """Name, within a block, of the convolution. Its weight is [hidden, 1, taps]; the last tap is for
 the token itself."""
@@ -252,7 +252,7 @@ class Operations(Protocol[X]):
         ...
 
     def multiply(self, x: X, y: X, name: str) -> X:
-        """x times y, value by value. If one has a single value, it multiplies all values of the
+        """x times y, value by value. If x or y is a single value, it multiplies every value of the
         other."""
         ...
 
@@ -313,8 +313,8 @@ class Operations(Protocol[X]):
 
         Args:
             qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
-                no queries, and the result is not used. A block that does not write has queries
-                alone.
+                no queries, and the result is not used. A block that does not write has only
+                queries.
             block: The block. Its geometry defines how heads are normalized, rotated and scored.
             name: Name of the result.
             attends: Whether ``qkv`` has queries.
@@ -484,7 +484,7 @@ def after_layers(o: Operations[X], model: Model, x: X, count: int) -> X:
 
 def _layer_inputs(o: Operations[X], geometry: Geometry, ids: X, embedded: X) -> Sequence[X]:
     """The inputs of all layers from token ids. The projection of the embeddings is normalized as if
-    it was divided by the square root of the hidden size."""
+    it were divided by the square root of the hidden size."""
     size = geometry.input_size
     count = geometry.input_layers
     if not size:
@@ -543,7 +543,7 @@ def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ())
 
 
 def finish_head(o: Operations[X], model: Model, x: X) -> X:
-    """The rest of the exit head's blocks, which sees each token alone."""
+    """The rest of the exit head's blocks, which processes each token separately."""
     blocks = model.head.blocks
     return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
 
@@ -600,8 +600,8 @@ def _delta_rule(o: Operations[X], of: Block, x: X) -> X:
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
-    """The second half of a block, which sees each token alone: x plus the output of an MLP or
-    mixture."""
+    """The second half of a block, which processes each token separately: x plus the output of an
+    MLP or mixture."""
     if of.mlp == 0:
         return x
     norm = of.norm("post_attention_layernorm") if of.geometry.norm_before else None

@@ -66,8 +66,8 @@ def directory_written_whole(
         foreign: Returns the reason not to replace an existing directory, as "it ...", or "".
 
     Raises:
-        EESDError: The existing directory may not be replaced. The new directory is kept beside it,
-            and the message says where.
+        EESDError: The existing directory may not be replaced. The new directory is kept next to it,
+            and the message gives its path.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with claimed(output) as claim:
@@ -157,8 +157,8 @@ class Claim(NamedTuple):
         return kept
 
     def keep(self, path: Path) -> Path:
-        """Give a temporary directory a lasting name: the final name, or a name beside it. Returns
-        the lasting name."""
+        """Give a temporary directory a permanent name: the final name, or a similar one next to it.
+        Returns this name."""
         lasting = self.target
         if lexists(lasting):
             lasting = self.target.with_name(f"{self.target.name}-{self.key}")
@@ -166,8 +166,8 @@ class Claim(NamedTuple):
         return lasting
 
     def clean_up(self) -> None:
-        """Delete all files of the claim, the lock last: without the lock, nobody could tell whose
-        the other files are."""
+        """Delete all files of the claim, the lock last: without the lock, no process could tell to
+        whom the other files belong."""
         with suppress(OSError):
             self.put_back()
         if (
@@ -186,8 +186,8 @@ class Claim(NamedTuple):
             if not is_free:
                 return
             sure = _from_this_machine(text) if text else not left
-            # If the place of a directory that was moved aside is taken by now, only the owner of
-            # both directories can decide which to keep.
+            # If another directory has taken the place of one that was moved aside, only their owner
+            # can decide which to keep.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
                     LOGGER.warning(
@@ -263,7 +263,7 @@ def try_lock(file: int) -> bool | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # as on some network file systems
+    except OSError:  # no locks, as on some network file systems
         return None
     return True
 

@@ -213,9 +213,8 @@ class Geometry:
         value_norm: Whether the values of each head are normalized, without weights.
         keys_as_values: Whether full layers have no value projection: their values are the keys
             before the norm.
-        shared_from: Index of the layer from which on layers have no keys and values, but read the
-            keys and values of the last layer of their kind before this index; 0: there are no such
-            layers.
+        shared_from: Layers from this index on have no keys and values; they read those of the last
+            layer of their kind before this index. 0: there are no such layers.
         shared_size: Intermediate size of these layers; 0: the size of the other layers.
         input_size: Columns of the input that each layer gets from the token; 0: there is none.
         input_layers: Number of layers in the table of these inputs.

@@ -149,7 +149,7 @@ def verify_files(
         progress: Called with the bytes of each piece that was checked.
 
     Raises:
-        EESDError: A file was changed. The message names the first one.
+        EESDError: A file was changed. The message names the first changed file.
     """
     verify_hashes(directory, manifest.files, "export the model again", progress)
     for name, linked in manifest.linked.items():

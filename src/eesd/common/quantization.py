@@ -132,7 +132,7 @@ class Quantizations:
             bits than the verify graph's weight.
         tensors: Quantizations of single tensors by their checkpoint names, in place of the
             quantizations above. These tensors keep the levels of the checkpoint's file, and the
-            draft has no copies of them. Only here can the embedding table be quantized, with 8
+            draft has no copies of them. The embedding table can be quantized only in this way, to 8
             bits; a tied LM head is then the same tensor.
     """
 

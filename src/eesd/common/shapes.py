@@ -29,7 +29,8 @@ NO_HEAD = ExitConfig(layer=0, blocks=0)
 
 
 class Shapes:
-    """A table of operations on numbers of columns. It records the weights and caches in use.
+    """A table of operations whose values are numbers of columns. It records the weights and caches
+    in use.
 
     The operations fill these attributes.
 

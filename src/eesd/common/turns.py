@@ -19,9 +19,9 @@ _KEY = "0" * 16
 def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
     """Hold the lock of a path while the block runs. Yields whether this process holds it.
 
-    The operating system frees the lock when a process ends for any reason. The lock file lies
-    beside ``target``. :mod:`eesd.common.files`, which defines its name, removes the leftovers of
-    killed processes. Where there are no locks, as on Windows, processes do not wait.
+    The operating system frees the lock when a process ends for any reason. The lock file is next to
+    ``target``. :mod:`eesd.common.files`, which defines its name, removes the leftovers of killed
+    processes. Where there are no locks, as on Windows, processes do not wait.
 
     Args:
         target: The file or directory that the process makes. Its parent exists.
@@ -39,8 +39,8 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
                 waits()
                 waits = _nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # If not, the previous process deleted the file, and a third process may have made a new
-            # one.
+            # If the path no longer names this file, the previous process deleted it, and a third
+            # process may have made a new one.
             if _is_named(file, path):
                 try:
                     yield True

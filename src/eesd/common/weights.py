@@ -60,7 +60,7 @@ _SPLIT = {
 """Layers that ranks split, by side. A deep state is split like keys and values."""
 
 _IN_BLOCK = re.compile(r"(?:layers|blocks)\.([0-9]+)\.")
-"""Pattern of the part of a weight's name that precedes its name within the block."""
+"""Matches the prefix of a weight's name that ends with the number of its block."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def stored_weight(
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (
         wide_norms and name.endswith(("norm.weight", "norm.bias"))
     ):
-        # These weights are rounded at each use.
+        # These weights stay in float32, and are rounded at each use.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -228,7 +228,7 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
             if not left.keys() >= set(names) or apart & set(names):
                 continue
             if not can_be_packed(names, shapes.__getitem__, quantization):
-                apart |= set(names)  # without the queries, keys and values stay apart, too
+                apart |= set(names)  # if queries cannot be packed, keys and values stay apart
                 continue
             parts = [left.pop(part) for part in names]
             left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
