@@ -294,6 +294,6 @@ def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tenso
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64) + before, drawn, right=True)
     # The sums within the block may round to less than the block's total; the last token with a
-    # probability is then chosen.
+    # nonzero probability is then chosen.
     last = (torch.arange(BLOCK, device=logits.device) * (inside > 0)).amax(-1, keepdim=True)
     return (block * BLOCK + torch.where(within < BLOCK, within, last))[:, 0]

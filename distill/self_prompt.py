@@ -57,7 +57,7 @@ def self_prompts(
     rows: int,
     needed: int,
 ) -> list[Path]:
-    """Write the JSON lines files of prompts that are missing.
+    """Write the missing JSON lines files of prompts.
 
     Each file is a function of the options and of its number, so a stopped run continues where it
     stopped.

@@ -86,6 +86,6 @@ def _mlp(geometry: Geometry, found: dict[str, Any]) -> int | None:
 
 
 def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
-    """A low, a middle and the last layer: the thirds of a model, without layers up to the exit."""
+    """The layers at one third, two thirds and the end of a model, without layers up to the exit."""
     thirds = {-(-num_layers * part // 3) for part in (1, 2, 3)}
     return tuple(sorted(layer for layer in thirds if layer > exit_layer))

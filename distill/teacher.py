@@ -318,8 +318,8 @@ class TargetCache:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
-        """Check that a cache holds the targets of these rows, or of the first part of them, and
-        keep its layers."""
+        """Check that a cache has the targets of these rows, or of the first of them, and adopt its
+        layers."""
         kept = stored.get("layers")
         count = stored.get("rows")
         if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):

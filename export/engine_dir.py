@@ -177,7 +177,7 @@ def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConf
 
 
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
-    """A head with weights of the model."""
+    """A head that consists of the model's weights."""
     initial_head.check_exit(checkpoint.geometry, config)
     names = initial_head.initial_names(checkpoint.geometry, config)
     sources = {name: _own_source(checkpoint, config, name, base) for name, base in names.items()}
@@ -220,7 +220,8 @@ def export(
         head: The exit head.
         options: Options of the export.
         output: The engine directory to write.
-        check: Called with the temporary directory and its manifest. If it raises, nothing is left.
+        check: Called with the temporary directory and its manifest. If it raises, nothing is left
+            behind.
         progress: Called when a step begins, and after each weight.
         announce: Called before anything is written, with the manifest without files, and the bytes
             of the weights.
@@ -447,8 +448,8 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Check that an export may write to ``output``. Also removes leftovers of killed runs beside it
-    and in it.
+    """Check that an export may write to ``output``. Also removes what killed runs left next to this
+    directory and in it.
 
     An existing directory must be empty, or an engine directory without other files. Packed weights
     belong to it.

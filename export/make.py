@@ -109,7 +109,7 @@ def make_engines(
         say: Called with each line for the user, before and after the long work.
         log: Called with the name of each step if no progress bar can be shown.
         finish: Called with the complete directory, just before it is renamed. If it raises, nothing
-            is left.
+            is left behind.
 
     Raises:
         EESDError: A package is missing, the choices do not fit the model, the model is not
@@ -494,7 +494,7 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
     bits, else no head.
 
     Raises:
-        EESDError: The user chose the whole model, and it has too few bits.
+        EESDError: The user chose the whole model as the draft, and its weights have too few bits.
     """
     from eesd.export.engine_dir import no_head, whole_model
 

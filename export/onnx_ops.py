@@ -760,9 +760,9 @@ class OnnxOperations:
     def _solved(self, weights: str, v: str, steps: str, deltas: str, name: str) -> list[str]:
         """The deltas of all slots, and the deltas of the call's tokens [B, heads, n, D].
 
-        A token's delta needs the deltas of earlier tokens, so deltas are solved one after another.
-        Each is one sum over all slots, so its bits do not depend on the number of tokens in the
-        call.
+        A token's delta needs the deltas of earlier tokens, so deltas are computed one after
+        another. Each delta is one sum over all slots, so its bits do not depend on the number of
+        tokens in the call.
         """
         inputs = [f"{name}.{part}" for part in ("old", "weights", "v", "steps", "slots")]
         old, row, value, step, slot = inputs

@@ -362,7 +362,7 @@ def profile_shapes(
     The mask has a column for each slot that attention reads. In decoding, every node gets logits.
     In prefill, one token gets logits; the profile allows two, because TensorRT-RTX expands the int8
     weights of a product for exactly one row to 16 bits. Several sequences decode together; each is
-    prefilled alone.
+    prefilled separately.
     """
     batch = options.max_batch
     slots = attended_slots(manifest, graph)

@@ -86,8 +86,8 @@ class Prediction:
     Attributes:
         draft: Seconds of a draft step; 0 without a draft, because proposals from the text cost
             nothing.
-        verify: Seconds of a verify pass over 1, 2, ... nodes, including the root. The first is a
-            plain step.
+        verify: Seconds of a verify pass over 1, 2, ... nodes, including the root. The first of
+            these is the time of a plain step.
     """
 
     draft: float

@@ -243,7 +243,7 @@ def _run(
 
 
 def _first_reader(name: str) -> str:
-    """The first weight with the same input."""
+    """Name of the first weight that reads the same input as this one."""
     readers = {part: parts[0] for parts in reversed(PACKED.values()) for part in parts}
     return next(
         (name.replace(part, first) for part, first in readers.items() if part in name), name

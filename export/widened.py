@@ -145,14 +145,14 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
     Args:
         graph: The graph. The nodes that dequantize these weights are removed.
         directory: Directory of the graph and its weights.
-        widened: The values are added here.
+        widened: The float32 values are added to this dictionary.
 
     Returns:
         The names of the weights.
 
     Raises:
         KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not in the place to
-        which the graph refers.
+            which the graph refers.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}

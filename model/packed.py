@@ -192,7 +192,7 @@ class PackedTensor:
         )
 
     def _shape(self) -> tuple[int, int]:
-        """The shape of the weight. Raises EESDError if the parts do not fit."""
+        """The shape of the weight. Raises EESDError if the tensors do not fit each other."""
         raise NotImplementedError
 
     @property

@@ -36,7 +36,7 @@ from eesd.model.gguf_tokenizer import gguf_tokenizer
 from eesd.model.tekken import TEKKEN_FILE, tekken_tokenizer
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", TEKKEN_FILE)
-"""Files of tokenizers. A model with none of them has no tokenizer."""
+"""Files of tokenizers. A model without any of these files has no tokenizer."""
 _REMEDY = "correct its files, config.json among them, or move them away to use token ids alone"
 _AS_IT_STANDS = "TokenizersBackend"
 """The class that uses ``tokenizer.json`` unchanged; also named ``PreTrainedTokenizerFast``."""

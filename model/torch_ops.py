@@ -103,8 +103,8 @@ class Inputs:
         return replace(self, near=None, query_mask=None, ancestors=[])
 
     def within(self, window: int) -> "Inputs":
-        """These inputs for layers whose tokens see ``window`` tokens, including themselves. Made
-        once, and kept in ``near``.
+        """These inputs for layers whose tokens see ``window`` tokens, including themselves. They
+        are made once, and kept in ``near``.
 
         A round's uncommitted slots are within the window of each of its nodes, because the window
         is longer than a round. So a slot's number can serve as its position, even in a tree.
@@ -573,8 +573,8 @@ class TorchOperations:
         _, keys, deltas, logs = torch.split(states, list(rule.parts), -1)
         keys = _heads(keys, rule.key_dim).permute(0, 2, 3, 1).contiguous()
         deltas = _heads(deltas, rule.value_dim).transpose(1, 2).contiguous()
-        # A slot's outer product decays until a token by the decays of all later slots that the
-        # token sees.
+        # At a token, a slot's outer product has been multiplied by the decays of all later slots
+        # that the token sees.
         seen = (inputs.attn_mask > MASKED / 2).expand(-1, rule.value_heads, -1, -1)
         logs = torch.where(seen, logs.transpose(1, 2)[:, :, None], 0)
         later = pad(logs[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)

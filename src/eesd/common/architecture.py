@@ -39,7 +39,7 @@ path. So nothing has to be undone when drafted tokens are rejected.
 a matrix S as its state. A token convolves its queries, keys and values with the queries, keys and
 values of the tokens before it, decays S, and adds the outer product of its key and the *delta* u:
 its value minus the value that S gives for the key. The token's output is the value that S gives for
-its query. So S is a sum, over the tokens before, of decayed outer products of keys and deltas. A
+its query. So S is a sum, over the earlier tokens, of decayed outer products of keys and deltas. A
 slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
 nothing has to be undone when drafted tokens are rejected.
 

@@ -14,8 +14,8 @@ class EESDError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message, without its middle if it repeats thousands of characters of input. The end is kept
-    because it says what to do."""
+    """A message, without its middle if it repeats thousands of characters of input. The end of a
+    message is kept, because it says what to do."""
     return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
 
 

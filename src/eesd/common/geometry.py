@@ -183,7 +183,7 @@ class Geometry:
         centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
         norm_bias: Whether norms add a bias.
         parallel: Whether attention and MLP read the same normalized x, and both outputs are added
-            to x. The blocks of an exit head run them one after the other.
+            to x. The blocks of an exit head run attention and MLP one after the other.
         wide_norms: Whether norms have float32 weights and multiply in float32, whatever the
             directory's element type.
         gated: Whether the MLP multiplies an activated gate by another projection.

@@ -53,7 +53,7 @@ def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
 @contextmanager
 def scratch_directory(name: str) -> Iterator[Path]:
     """A directory for large intermediate files, in the system's temporary directory. It is deleted
-    afterwards."""
+    when the block ends."""
     owner = os.getuid() if sys.platform != "win32" else ""
     with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
         directory.mkdir(mode=0o700)

@@ -75,7 +75,7 @@ class StoredWeight:
             another. It is the directory's, except float32 for rotary tables and wide norms, and
             int64 for the draft vocabulary.
         transposed: Whether the weight is stored as [in, out], the layout of MatMul. The embedding
-            table never is.
+            table never has this layout.
         quantization: None if the weight is stored in ``dtype``.
     """
 
