@@ -26,7 +26,8 @@ FIRST = 24
 """Number of initial samples, which define a pace of 1."""
 LINE_WEIGHT = 0.5
 MOST_SAMPLES = 30.0
-"""Weight of the line, and maximum weight of the samples with one number of nodes, in samples."""
+"""Weight of the line, and maximum weight of the samples with the same number of nodes, in
+samples."""
 
 
 class BatchCosts:

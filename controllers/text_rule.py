@@ -23,8 +23,8 @@ LONGEST_MATCH = 32
 MOST_TIMES = 8
 """Bounds of the features: larger values say nothing more about the next token."""
 DOUBT = 1.0
-"""Number of standard deviations by which chances are lowered. Labels are free, so waiting for them
-costs nothing."""
+"""Number of standard deviations by which chances are lowered. Each round gives labels, verified or
+not, so a cautious rule loses nothing by waiting for them."""
 FIRST_DRAFTS = 4
 """Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99
@@ -153,7 +153,7 @@ class TextRule:
 
         Returns:
             One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter. For a row of
-            a batch: any number. The batch may verify fewer tokens.
+            a batch it may be any number, and the batch may verify fewer tokens.
         """
         if self._load is not None:
             return self._load.copied(values, drafts)

@@ -221,7 +221,7 @@ def most_valuable(
     Args:
         values: Expected tokens of each node.
         price: Maps numbers of nodes to their prices in tokens.
-        counts: The numbers to choose from; None: all.
+        counts: The numbers to choose from; None for all numbers.
     """
     total = np.cumsum(values)
     counts = np.arange(1, len(total) + 1) if counts is None else counts[counts <= len(total)]

@@ -46,10 +46,11 @@ class Host:
             ``cudaStream_t`` of another library on the current device.
         kv_cache: Memory for the KV cache: for each verify stage a tensor [layer caches of the
             stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
-            ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]. Or a
-            function of B that returns such memory for B sequences. It is called for each session
-            that is opened while others are open; :class:`~eesd.runtime.batch.service.Service` calls
-            it for the rows, and once with B = 1 for prompts. Default: allocate with torch.
+            ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]; or a
+            function of B that returns such memory for B sequences. The function is called for each
+            session that is opened while others are open;
+            :class:`~eesd.runtime.batch.service.Service` calls it for the rows, and once with B = 1
+            for prompts. Default: allocate with torch.
         scratch: Working memory of the execution contexts, at least the largest
             ``device_memory_size_v2`` of the engines: one tensor, or one tensor for each stage.
             Default: allocate with torch.

@@ -34,8 +34,8 @@ class ConstraintError(EESDError):
 
 
 class Constraint(Protocol):
-    """Decides which tokens may follow, for constrained output. An object serves one request, in the
-    thread of the batch."""
+    """Decides which tokens may follow, for constrained output. Each object serves one request, in
+    the thread of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         """Mask [V] of the tokens that may follow these new tokens (without the prompt); None allows

@@ -160,7 +160,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))
         elif name == "replace":
             old, new = map(str, given[:2])
-            # Either keyword argument may come first, so take the larger of both cases.
+            # Either keyword argument may come first, so use the larger result of the two orders.
             work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))
         else:
             _check(

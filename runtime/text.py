@@ -259,10 +259,10 @@ class TextStream:
     """Turns tokens into text as they are generated. A ``copy`` is independent.
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
-    stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it. A
-    stop string that is complete within the first ``min_tokens`` tokens is treated as text. Special
-    tokens are not text; those in ``stop_tokens``, which have the name of a stop string, complete
-    it.
+    stop string. When a stop string is complete, it is stored in ``stop``, and the text ends before
+    it. A stop string that is complete within the first ``min_tokens`` tokens is treated as text.
+    Special tokens are not text; those in ``stop_tokens``, which have the name of a stop string,
+    complete it.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
     cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of

@@ -51,8 +51,8 @@ class BatchOptions:
             need more, the youngest request pauses, and its keys and values are computed again when
             there is room.
         prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
-            nothing. Their reuse shortens the time to the first token, from which a user may infer
-            other users' prompts. Use 0 if that matters.
+            nothing. Reuse shortens the time to the first token, and from this time a user may infer
+            other users' prompts; use 0 if that matters.
         levels: Number of levels that each round drafts; None for the number that is worth its cost
             under the load.
 
@@ -424,7 +424,7 @@ class Scheduler:
         row.generation.tell(update)
 
     def _fail(self, row: Session, error: Exception) -> None:
-        """End a request that failed in a way that does not affect other requests."""
+        """End a request that failed without affecting other requests."""
         if not isinstance(error, ConstraintError):
             LOGGER.error("A request failed.", exc_info=error)
         self._end(row, "error", error)

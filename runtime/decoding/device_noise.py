@@ -59,7 +59,7 @@ def noisy_best(
         scores: [n, V] float64.
         seed: Seed of the request.
         positions: Positions in the text of the rows' tokens, [n] int64.
-        tokens: The token of each column, [V] int64; None: the column's index.
+        tokens: The token of each column, [V] int64; None if it is the column's index.
         count: Number of scores to find, at most V.
 
     Returns:

@@ -7,7 +7,7 @@ the tokens are the same:
 * The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are
   single IEEE operations, comparisons and moves, so both sides have the same bits.
 * The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs
-  Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without it the host chooses.
+  Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without this kernel the host chooses tokens.
 * Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a
   token that can win. So a choice that depends on a difference of :data:`NEAR` or less (between the
   best two noisy scores, or at the edge of a filter), or on a number that is not finite, is marked
@@ -85,8 +85,8 @@ class DeviceSampler:
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     def _noisiest(self, logits: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """The choices of the function that :meth:`chooser` returns, with noise for the tokens at
-        ``positions``."""
+        """Results, with noise for the tokens at ``positions``, of the function that :meth:`chooser`
+        returns."""
         from eesd.runtime.decoding.device_noise import noisy_best
 
         device = logits.device
@@ -178,7 +178,7 @@ def to_device(values: object, device: torch.device, dtype: type = np.int64) -> T
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The choices of the function that :meth:`DeviceSampler.chooser` returns, without noise."""
+    """Results, without noise, of the function that :meth:`DeviceSampler.chooser` returns."""
     if count:
         logprobs = logits.double().log_softmax(-1)
         # One more candidate, which the last margin needs.

@@ -621,8 +621,8 @@ def run_round(
 
 
 def draft(rounds: Sequence[Round], policy: Policy) -> None:
-    """Draft level by level, with one call for all rounds that draft on. A draft engine may return
-    several levels of a chain."""
+    """Draft level by level, with one call for all rounds that continue to draft. A draft engine may
+    return several levels of a chain."""
     depth = 0
     while drafting := policy.draft_on(rounds, depth):
         depth += 1

@@ -258,7 +258,7 @@ class GumbelNoise:
         their noisy scores.
 
         The other columns are left out because even the largest noise would not lift them among the
-        ``count`` best. Columns that a filter removed may be left out, too. A column's noise is that
+        ``count`` best. Columns that a filter removed may be left out, too. A column has the noise
         of its token.
         """
         bits, largest = self._bits(position)

@@ -213,7 +213,7 @@ class TextIndex:
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
         """The automaton over all tokens. It is stored only when it is complete, because an
-        interrupt may leave a damaged one."""
+        interrupt may leave a damaged automaton."""
         automaton = self._automaton or SuffixAutomaton()
         self._automaton = None
         for token in tokens[automaton.num_tokens :]:

@@ -109,8 +109,8 @@ class KVCache(Protocol):
         text."""
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least this number of slots. Raises :class:`EESDError` beyond the
-        limit."""
+        """Make room for at least this number of slots. Raises :class:`EESDError` if the limit is
+        exceeded."""
 
     def reset(self) -> None:
         """Begin another sequence."""

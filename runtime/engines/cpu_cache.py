@@ -276,7 +276,7 @@ class _Rows:
         tiles, rows = np.divmod(slots, TILE)
         size = self._size
         pair = self._pair
-        # With index arrays and slices mixed, NumPy puts the slots first.
+        # If index arrays and slices are mixed, NumPy puts the slots first.
         keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
         self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
         self._values[:, :, tiles, rows // pair, :, rows % pair] = own

@@ -119,8 +119,8 @@ class RowMemory:
         return [DeviceKVCache(self, row) for row in range(self.rows)]
 
     def reserve(self, row: int, slots: int) -> None:
-        """Make room for at least this number of slots of a row. Raises :class:`EESDError` beyond
-        the limit."""
+        """Make room for at least this number of slots of a row. Raises :class:`EESDError` if the
+        limit is exceeded."""
         capacity = self.slots - self._spare
         if slots > min(capacity, self.limit):
             self._resize(grown(capacity, slots, self.limit), capacity)

@@ -413,8 +413,8 @@ class DeviceEngine:
         return StepOutputs(no_logits, ids, logprobs, levels=call.levels)
 
     def _prepared_over(self, memory: RowMemory) -> "_Prepared":
-        """The prepared calls over a memory. Calls that are bound to its former tensors are
-        dropped."""
+        """The prepared calls for one memory. Calls that are bound to former tensors of the memory
+        are dropped."""
         found = self._prepared.get(memory)
         if found is None:
             capture = self.cuda_graphs and self.stages[0].stream.on_gpu
@@ -467,7 +467,7 @@ class DeviceEngine:
 
 @dataclass
 class _Prepared:
-    """The prepared calls of an engine over a memory.
+    """The prepared calls of an engine for one memory.
 
     Attributes:
         pool: Memory pool for CUDA graphs; None if nothing is captured.

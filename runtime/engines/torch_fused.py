@@ -431,7 +431,8 @@ def _join_best(  # type: ignore[no-untyped-def]
 
 
 def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tensor:
-    """The most likely tokens, and their log-probabilities. Among equal tokens, the first is chosen.
+    """The most likely tokens, and their log-probabilities. Among equally likely tokens, the first
+    is chosen.
 
     Args:
         logits: [B, n, V].
@@ -558,8 +559,8 @@ def fuse(*modules: Draft | Verify) -> None:
 
 
 def _put_together(layers: Sequence[nn.Linear]) -> None:
-    """Make the weights and biases of linear layers views of one tensor each. Layers that a graph
-    does not use have no weights, and are left unchanged."""
+    """Turn the weights of linear layers into views of one tensor, and their biases into views of
+    another. Layers that a graph does not use have no weights, and are left unchanged."""
     layers = [layer for layer in layers if not layer.weight.is_meta]
     for kind in ("weight", "bias"):
         parts = [getattr(layer, kind) for layer in layers if getattr(layer, kind) is not None]
@@ -571,7 +572,7 @@ def _put_together(layers: Sequence[nn.Linear]) -> None:
 
 def computes_by_rows(verify: Verify) -> bool:
     """Whether a row's states are independent of a call's number of rows. With torch's products they
-    are not."""
+    are not independent."""
     blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
     products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
     return verify.operations is FusedOperations and not any(products)

@@ -36,7 +36,7 @@ MOST_GROUPS = 4
 PROGRAMS = 512
 """Number of programs that a weight should have; inputs are split into parts to reach it."""
 STEPS = (32, 16, 8, 4)
-"""Numbers of steps that a part may have. The largest that gives a weight enough programs is
+"""Numbers of steps that a part may have. The largest number that gives a weight enough programs is
 used."""
 STAGES = 3
 """Number of steps that are in a program's shared memory at the same time."""

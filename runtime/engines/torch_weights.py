@@ -73,7 +73,7 @@ class Levels:
 Files = dict[str, NDArray[np.uint8]]
 """The bytes of the weight files, as mapped pages, by name."""
 Weights = dict[str, Tensor | QuantizedWeight]
-"""Weights by name; linear weights that are tensors as [out, in]."""
+"""Weights by name; linear weights that are tensors have the shape [out, in]."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _load_weights(
     kernels: bool,
     split: Split | None,
 ) -> dict[str, Tensor | Levels]:
-    """Weights of graphs by name; linear weights that are tensors as [out, in].
+    """Weights of graphs by name; linear weights that are tensors have the shape [out, in].
 
     Args:
         directory: Engine directory.

@@ -337,7 +337,7 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
 def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
     """The compute capabilities for which TensorRT-RTX builds a directory's plans by default.
 
-    If empty, TensorRT-RTX chooses: all except the oldest.
+    If empty, TensorRT-RTX builds for all except the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
     return tuple(
