@@ -69,7 +69,7 @@ class TrainingOptions:
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
         draft_vocab: Vd, the number of tokens that the head can predict; 0 for the whole vocabulary.
-        deep: Deep layers, whose states of committed tokens the draft reads.
+        deep: Deep layers: the draft reads the states that they computed for committed tokens.
         mlp: Width of the MLPs of the head's blocks; 0 for no MLPs, None for the model's width.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.

@@ -32,8 +32,8 @@ def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Within the block, errors in writing get the name of the file or directory. Errors of
-    safetensors and of full disks have no name."""
+    """Add the name of the file or directory to errors in writing. Errors of safetensors and of full
+    disks do not contain it."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -128,7 +128,7 @@ def full_sequence_inputs(
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
-        whole: Whether the pass needs no caches and no mask, which are then empty. None means true
+        whole: Whether the pass needs no caches and no mask, which are then empty. By default, true
             on all devices except CPUs.
 
     Returns:

@@ -1,10 +1,10 @@
 """The cache of engine directories that commands make from models: finding an entry, and its
 content.
 
-An entry is named after its model, and after a key of everything from which it was made. A mark file
-in the entry records these sources; the file's modification time is the time of the last use. Only a
-directory with a mark is ever removed, and only if it holds no foreign file. The module needs no
-torch.
+An entry is named after its model and a key computed from everything that it was made from. A mark
+file in the entry records these sources; the file's modification time is the time of the last use.
+Only a directory with a mark is ever removed, and only if it holds no foreign file. The module needs
+no torch.
 """
 
 import json
@@ -119,7 +119,7 @@ def _contents(path: Path) -> dict[str, Any]:
 
 def _content(file: Path) -> str | tuple[int, int, str]:
     """The SHA-256 of a small file; for a large file, its size, its modification time, and the
-    SHA-256 of samples. An edit that the samples miss changes the time."""
+    SHA-256 of samples. An edit outside the samples still changes the modification time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
     info = link_info(file)

@@ -93,7 +93,8 @@ class Head:
     Attributes:
         config: Configuration of the head. With a draft vocabulary, it has a separate LM head.
         sources: Sources of the weights, by their names in the head.
-        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without a draft
+            vocabulary.
     """
 
     config: ExitConfig

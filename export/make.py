@@ -471,7 +471,7 @@ def _types(options: ExportOptions, own: bool) -> str:
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
     """The input sizes of the linear weights that cannot be quantized. Raises EESDError if no weight
-    can be."""
+    can be quantized."""
     linear = {
         name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)
     }

@@ -25,7 +25,8 @@ from eesd.common.weights import (
 _BUILD_FACTOR = 2.7
 _BUILD_BASE = 600_000_000
 """Host memory of a build: a factor for the bytes of the weights, and a constant. Measured with
-TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 bytes per byte, including the mapped file of weights."""
+TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 bytes of memory per byte of weights, including the mapped
+file of weights."""
 
 
 def split_layers(
@@ -35,8 +36,8 @@ def split_layers(
     quantization: Quantizations,
     stages: int,
 ) -> list[range]:
-    """Split the layers of the verify graph into stages so that the largest number of bytes of
-    weights on a device is as small as possible.
+    """Split the layers of the verify graph into stages so that the largest number of weight bytes
+    on any device is as small as possible.
 
     The first device also runs the draft, on the same caches, so the first stage has at least the N
     layers before the exit.
@@ -200,8 +201,8 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight on each rank. With several ranks the torch engine runs. It dequantizes the
-    weights of float32 engines, and weights that its GPU kernels do not support."""
+    """Bytes of a weight on each rank. With several ranks, the model runs on the torch engine, which
+    dequantizes the weights of float32 engines, and weights that its GPU kernels do not support."""
     if ranks > 1 and (weight.dtype == "float32" or not weight.keeps_levels(ranks)):
         weight = replace(weight, quantization=None)
     return weight.nbytes // (ranks if is_split(weight) else 1)

@@ -56,8 +56,8 @@ from eesd.common.weights import (
 from eesd.export.activations import activated, clamped, xielu
 
 FEW_NODES = 3
-"""In calls of B sequences, the verify graph folds query heads if the sequences have at most this
-number times B nodes each; see docs/decisions/0058."""
+"""In a call of B sequences, the verify graph folds query heads if each sequence has at most
+``FEW_NODES * B`` nodes; see docs/decisions/0058."""
 CONSTANT = "constant."
 """Prefix of initializers that are not weights."""
 

@@ -84,8 +84,8 @@ def outlined(name: str) -> Manifest:
 def outline(
     path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations
 ) -> Manifest:
-    """The manifest, without files, of an export of the model at ``path`` with this head and
-    quantization."""
+    """The manifest of an export of the model at ``path`` with this head and quantization, without
+    its files."""
     geometry = config.geometry
     return Manifest(
         format_version=FORMAT_VERSION,

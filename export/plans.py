@@ -257,8 +257,8 @@ def _build_once(
     """Build a plan into a file. With ``whole``, each attention is one kernel, or the build fails.
 
     Returns:
-        The plan. If there is none, whether the builder could read the graph: then it may build the
-        attention from parts.
+        The plan. If the build failed, whether the builder could read the graph; if so, it may still
+        build the attention from parts.
     """
     logger = make_logger(trt, errors)
     builder = create(options.flavour, "Builder", logger=logger, errors=errors)
@@ -308,8 +308,8 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
 
 
 def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
-    """Load the timings of the last build, if there are any. TensorRT-RTX times nothing during a
-    build."""
+    """Load the timings of the last build, if there are any. TensorRT-RTX does not time kernels
+    during a build."""
     if options.flavour == "tensorrt":
         timings = path.read_bytes() if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False)

@@ -49,7 +49,7 @@ class Hardware:
         attained: Share of the bandwidth that a pass attains.
         attained_operations: Share of the operations that a pass attains.
         launch: Seconds of a kernel in addition to its work.
-        host: Seconds of the host in each call, while the device waits.
+        host: Seconds in each call that the host takes while the device waits.
         node: Seconds of each node after the first in each block.
         link: Bytes per second that a device receives from other devices in its machine.
         gather: Seconds until each device has a few bytes from all other devices.
@@ -238,7 +238,8 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
     """
     read_weights = _weights_read(manifest, graph)
     weights = sum(rank_bytes(weight, ranks) for weight in read_weights)
-    if graph == manifest.draft and manifest.dtype == "float32":  # drafts on the CPU halve them
+    # On a CPU, the draft reads only half of each of these weights.
+    if graph == manifest.draft and manifest.dtype == "float32":
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
     # Only one slot of a state cache is read.

@@ -140,7 +140,7 @@ def _is_whole(place: Path) -> bool:
 
 
 def _is_ready(place: Path) -> bool:
-    """Whether the engine directory can run without more work."""
+    """Whether the engine directory is ready to run."""
     return _is_whole(place) and _is_built(place)
 
 

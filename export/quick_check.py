@@ -105,8 +105,8 @@ def _difference(found: Array, expected: Array) -> float:
 def _bound(manifest: Manifest, logits: Array) -> float:
     """The largest difference of logits that a different order of additions explains.
 
-    A sum of K products has an error of about sqrt(K) units of the size of its result. A block has
-    four products in sequence, and the LM head is one more. All these errors add up.
+    A sum of K products has an error of about ``sqrt(K) * UNIT`` times the size of its result. A
+    block has four products in sequence, and the LM head is one more. All these errors add up.
     """
     geometry = manifest.geometry
     widest = max(geometry.hidden_size, geometry.intermediate_size)

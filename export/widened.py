@@ -41,7 +41,8 @@ def reference(
         threads: CPU threads of each session.
 
     Raises:
-        EESDError: The graphs cannot be loaded, or the weights are not where the graphs refer to.
+        EESDError: The graphs cannot be loaded, or the weights are not in the place to which the
+            graphs refer.
     """
     has_small_floats = any(one.weights == FP4 for one in manifest.quantization.used)
     if manifest.dtype not in NARROW and not has_small_floats:

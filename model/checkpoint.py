@@ -152,8 +152,8 @@ class Checkpoint:
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
-        """The quantizations that keep the levels of single tensors in use, by name: those of a GGUF
-        file, or of MXFP4 experts.
+        """The quantizations that keep the levels of single tensors, by the names of these tensors:
+        those of a GGUF file, or MXFP4 experts.
 
         The embedding table gets 8-bit levels, the only ones whose rows ONNX Runtime can gather.
         """
@@ -190,7 +190,7 @@ class Checkpoint:
         return reduced
 
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, type and first kilobyte of every tensor, whatever the
+        """SHA-256 over name, shape, type and first kilobyte of every tensor, independent of the
         sharding."""
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):

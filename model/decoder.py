@@ -222,8 +222,8 @@ class ExitHead(nn.Module):
 
 
 def make_head(geometry: Geometry, exit_config: ExitConfig, slots: int) -> ExitHead:
-    """The modules of a head, without values. An EAGLE-3 head gets rotary tables [S, D/2] in
-    float32, for S = ``slots``."""
+    """The modules of a head, whose parameters have no values yet. An EAGLE-3 head gets rotary
+    tables [S, D/2] in float32, for S = ``slots``."""
     head = ExitHead(geometry, exit_config)
     if exit_config.eagle:
         tables = rotary_tables(exit_config.eagle.block, slots)

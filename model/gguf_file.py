@@ -330,8 +330,8 @@ class GgufTensor:
         return self._values(rows).tobytes()[:FINGERPRINTED]
 
     def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
-        """The stored levels, if the quantization is the file's, or differs only by having 8-bit
-        levels.
+        """The stored levels, if the quantization equals the file's, or differs only in that its
+        levels have 8 bits.
 
         Args:
             quantization: The wanted quantization.

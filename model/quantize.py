@@ -181,8 +181,9 @@ def _float8(values: Floats) -> NDArray[np.uint8]:
     """The bits of the nearest FP8 numbers, for values from -448 to 448. The results equal those of
     ml_dtypes, in a fraction of the time.
 
-    From 2 ** -6 on, which has the bits 8, an FP8 number consists of the upper bits of a float32,
-    minus the difference of the exponents' offsets. Below that, the bits count units of 2 ** -9.
+    From 2 ** -6 on, whose bits are 8, the bits of an FP8 number are the upper bits of a float32
+    minus a constant, because the offsets of the exponents differ. Below that, the bits count units
+    of 2 ** -9.
     """
     sizes = np.abs(values)
     bits = sizes.view(np.int32)
@@ -270,8 +271,8 @@ class _ScaleSearch:
     """Search of the scales with the smallest squared error for blocks [count, 32, out], with the
     levels -8 .. 7.
 
-    For given levels, the best scale is sum(w l) / sum(l l). Compared with zero levels, it lowers
-    the squared error by sum(w l)^2 / sum(l l). Candidates are compared by this gain.
+    For given levels, the best scale is sum(w l) / sum(l l). Compared with zero levels, this scale
+    lowers the squared error by sum(w l)^2 / sum(l l). Candidates are compared by this gain.
     """
 
     def __init__(self, blocks: Floats) -> None:

@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
         minimums: Minimums [in / block, out] in the type of the scales; None if all are zero.
         factor: Factor of all scales, []: a power of two, so that nothing is rounded; None for 1.
 
-    For an embedding table, all are transposed: levels [out, in], scales and minimums
+    For an embedding table, all arrays are transposed: levels [out, in], scales and minimums
     [out, in / block].
     """
 

@@ -16,11 +16,11 @@ _LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 
 def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer as transformers makes it from the file. Texts get no token before or after
-    them.
+    """The tokenizer as transformers makes it from the file. No token is added before or after a
+    text.
 
     Raises:
-        Exception: The file is damaged; the type varies.
+        Exception: The file is damaged. The type of the exception varies.
     """
     config = source["config"]
     special = [token["token_str"] for token in sorted(source["special_tokens"], key=_rank)]

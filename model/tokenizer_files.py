@@ -234,7 +234,7 @@ def _by_transformers(model: Path) -> _Loaded:
 
 
 def _by_rules(model: Path) -> _Loaded:
-    """Load a tokenizer as transformers does, but without it."""
+    """Load a tokenizer as transformers does, but without transformers."""
     config = _object(model, "tokenizer_config.json")
     kind = _class(model, config)
     source = _object(model, "tokenizer.json")

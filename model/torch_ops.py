@@ -55,7 +55,8 @@ multiple of this. So rows are repeated if bits must not depend on other tokens."
 KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 Add = Callable[[Tensor], Tensor]
-"""Adds the partial sums of all ranks, in rank order, given this rank's. Each rank gets the sum."""
+"""Adds the partial sums of all ranks, in rank order, given this rank's partial sum. Each rank gets
+the sum."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Inputs:
 
     def folded(self, group: int) -> Tensor:
         """The mask [B, 1, group n, S] of layers that fold the ``group`` query heads of a KV head
-        into its queries, [B, KV, group n, D]. Made once. Such an attention reads each cache only
+        into its queries, [B, KV, group n, D]. It is made once. Such attention reads each cache only
         once.
         """
         if self.query_mask is None:
@@ -161,7 +162,7 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     slots = write_indices[:, None] + numbers(new, 2)
     if torch.is_grad_enabled():
         cache = cache.clone()
-    # Not scatter_, which copies a cache that is a view.
+    # scatter_ is not used, because it copies a cache that is a view.
     cache[numbers(new, 0)[:, None], :, slots] = new.transpose(1, 2)
     return cache
 

@@ -79,7 +79,7 @@ class Reader(ABC):
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
-        """Pack some columns of a weight, or all.
+        """Pack some or all columns of a weight.
 
         Args:
             part: The columns.

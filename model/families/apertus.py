@@ -40,9 +40,9 @@ NAMES = {
     "feedforward_layernorm": "post_attention_layernorm",
 }
 NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
-"""Names of the stored numbers of xielu."""
+"""Names of the numbers that a file stores for xielu."""
 GGUF_NUMBERS = "xielu"
-"""Field for the numbers in the metadata of a GGUF file."""
+"""Field for xielu's numbers in the metadata of a GGUF file."""
 
 
 def _rope_fields(fields: Fields) -> Fields:

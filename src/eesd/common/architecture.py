@@ -297,7 +297,8 @@ class Operations(Protocol[X]):
         ...
 
     def add(self, residual: Sequence[X], y: X, name: str) -> X:
-        """The sum of ``residual``, in order, and y. Tables may add in a different order."""
+        """The sum of the states in ``residual`` and of y. Tables may add them in different
+        orders."""
         ...
 
     def split(self, x: X, sizes: Sequence[int], names: Sequence[str]) -> Sequence[X]:
@@ -588,7 +589,7 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 
 def _delta_rule(o: Operations[X], of: Block, x: X) -> X:
-    """The gated delta rule of a block: the input of its output projection."""
+    """The gated delta rule of a block, up to the input of its output projection."""
     rule = of.geometry.delta
     assert rule is not None
     widths = {"qkv": rule.mixed, "z": rule.values, "b": rule.value_heads, "a": rule.value_heads}
@@ -677,7 +678,7 @@ def _mlp(name: str, geometry: Geometry, inner: int, bias: bool) -> tuple[Linear,
 
 
 def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
-    """The attention of a block: the input of its output projection.
+    """The attention of a block, up to the input of its output projection.
 
     Without ``attends``, only the keys and values of x are written.
     """

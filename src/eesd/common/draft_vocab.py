@@ -45,7 +45,7 @@ class DraftColumns:
         return columns
 
     def has(self, tokens: Sequence[int] | Ids, size: int) -> NDArray[np.bool_]:
-        """Which of these tokens have one of the first ``size`` columns."""
+        """Whether each of these tokens has one of the first ``size`` columns."""
         if self._ids is None:
             return np.asarray(tokens) < size
         known: NDArray[np.bool_] = (

@@ -429,7 +429,7 @@ class Geometry:
 
     @property
     def state_size(self) -> int:
-        """Size of a token's state in a recurrent layer, in numbers."""
+        """Number of values in a token's state in a recurrent layer."""
         return self.hidden_size if self.delta is None else sum(self.delta.parts)
 
     @property
@@ -459,7 +459,7 @@ class Geometry:
 
     @property
     def cache_columns(self) -> int:
-        """Size of a cache's slot, in numbers: the keys and values of a token."""
+        """Number of values in a slot of a cache: the keys and values of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property

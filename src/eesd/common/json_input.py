@@ -110,8 +110,8 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises like :func:`read_json`, and if the value is not
-    an object."""
+    """Read a JSON file that holds an object. Raises the errors of :func:`read_json`, and
+    :class:`EESDError` if the value is not an object."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise EESDError(f"{path} does not hold a JSON object; {remedy}.")

@@ -316,7 +316,7 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, including linked files, without plans."""
+        """Size in bytes of every file, including linked files but not plans."""
         own = {name: info.size for name, info in self.files.items()}
         return own | {name: info.size for name, info in self.linked.items()}
 
