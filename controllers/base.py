@@ -68,7 +68,7 @@ class RoundOutcome(NamedTuple):
         depth: Deepest level of the draft that was verified, not counting the text's tokens. Less
             than ``steps`` if a tree budget dropped levels.
         nodes: Number of verified nodes, not counting the root.
-        verify_seconds: Time of the verify pass over the root and these nodes.
+        verify_seconds: Duration of the verify pass over the root and these nodes.
         accepted: Number of draft tokens that the verifier accepted, including tokens after the end
             of the text, which are not committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted``
@@ -77,7 +77,7 @@ class RoundOutcome(NamedTuple):
             nothing was drafted.
         expected: Number of tokens that the round was expected to commit; the actual number if there
             was no estimate.
-        seconds: Time of the whole round.
+        seconds: Duration of the whole round.
         labels: With a tree budget, a label for each accepted node that has candidates.
         proposed: Number of tokens of the text's proposal that the committed tokens judge, up to and
             including the first wrong token. Some may not have been verified.

@@ -12,7 +12,8 @@ SLOTS = 1024.0
 FORGETTING = 0.98
 """Decay factor of a sample's weight in the line, per later sample."""
 PRIOR_WEIGHT = 1e-3
-"""Ridge penalty on changes of the line: the observed calls may not determine each of its terms."""
+"""Ridge penalty on changes of the line, because the observed calls may not determine each of its
+terms."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3

@@ -2,7 +2,7 @@
 batch.
 
 With few rows a node costs little, because reading the weights dominates. With many rows each node
-costs its computation, and drafting fades. docs/controllers.md derives the rule.
+costs its full computation, so that little is drafted. docs/controllers.md derives the rule.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
 FIRST_RIGHT = 2.0
 FIRST_LABELS = 4.0
-"""Pseudo-counts for first drafted tokens: right, and total."""
+"""Pseudo-counts of first drafted tokens: number of right tokens, and total number."""
 MEMORY = 256.0
 """Number of recent labels that determine the acceptance of first tokens."""
 FADING = 0.998

@@ -23,8 +23,8 @@ LONGEST_MATCH = 32
 MOST_TIMES = 8
 """Bounds of the features: larger values say nothing more about the next token."""
 DOUBT = 1.0
-"""Number of standard deviations by which chances are lowered. Each round gives labels, verified or
-not, so a cautious rule loses nothing by waiting for them."""
+"""Number of standard deviations by which chances are lowered. Rounds label the text's proposal even
+if it was not verified, so waiting for labels costs nothing."""
 FIRST_DRAFTS = 4
 """Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99

@@ -19,8 +19,8 @@ CLIP = 0.25
 """A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
 hardly count."""
 STIFFNESS = 8.0
-"""Weight, in samples, of the line through all counts in each count's cost, and of the usual slope
-in the line's slope."""
+"""Weight, in samples, of the line through all counts when a count's cost is fitted, and of the
+usual slope when the line is fitted."""
 USUAL_SLOPE = 0.1
 """If only one count is known, each further unit costs this share of the cost of count 0. With
 ``from_zero``, costs are proportional to the count."""

@@ -49,8 +49,8 @@ _COUNTS = (
     "maxContains",
 )
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
-"""Pattern that limits the digits of times. The format allows endless digits, and some models write
-them."""
+"""Pattern that limits the number of digits in times. The format allows endless digits, and some
+models write them."""
 _TRIALS = 200
 """Maximum number of schemas that are read to find the place of a mistake."""
 _MOST_CASES = 32
@@ -132,7 +132,7 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], spl
             None to leave out no keyword.
         place: Path of keys to the schema.
         split: Maximum number of cases into which keywords unknown to llguidance may split the
-            schema. The numbers of cases of nested schemas are multiplied.
+            schema. If schemas are nested, their numbers of cases are multiplied.
 
     Raises:
         EESDError: The schema requires several open keys, so that a text could repeat the same key.
@@ -458,7 +458,7 @@ def _shown(place: tuple[str, ...]) -> str:
 
 def _refusal(place: tuple[str, ...], mistake: str) -> EESDError:
     where = f"{_shown(place)}: " if place else ""
-    mistake = mistake.partition(". Enable")[0]  # about an option of the library
+    mistake = mistake.partition(". Enable")[0]  # text about an option of the library
     remedy = 'leave that out, or give response_format or the tool without "strict": true'
     return EESDError(f"The JSON schema cannot be used: {where}{mistake}; {remedy}.")
 

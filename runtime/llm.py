@@ -155,7 +155,8 @@ def load(
             file.
         exact: Whether drafting must not change any bit of a logit, also in trees and on a GPU; see
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
-            little. If False, requests of a batch on a GPU may change each other's last bits.
+            little. If False, requests of a batch on a GPU may change the last bits of each other's
+            logits.
         activations: ``int8`` or ``float32``: type of the activations that are multiplied by
             quantized weights on the CPU. Default: int8.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU.

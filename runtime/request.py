@@ -30,7 +30,8 @@ class QueueFullError(EESDError):
 
 
 class ConstraintError(EESDError):
-    """A constraint cannot be followed any further. The fault is the request's, not the server's."""
+    """A constraint cannot be followed any further. The error was caused by the request, not by the
+    server."""
 
 
 class Constraint(Protocol):

@@ -53,7 +53,7 @@ class Node:
         index: Its slot, counted from the root's slot. During drafting, slots are in the order of
             expansion; :meth:`DraftTree.prune` sets the slots of the verify pass. -1 if the node is
             not in the pass.
-        expanded: Whether the draft continues from it.
+        expanded: Whether the draft continues after this node.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
         source: Name of the first drafter that proposed it.
@@ -291,7 +291,7 @@ class DraftTree:
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """Labels for the budget: one for each node that has candidates and lies on the path of the
+        """Labels for the budget: one for each node that has candidates and is on the path of the
         verifier's ``tokens`` after the root."""
         node = self.root
         labels: list[SiblingLabel] = []

@@ -132,7 +132,7 @@ class Speculation:
 
 
 Make = Callable[[Drafting, Speculation, Manifest, Engines, DraftColumns], Drafting]
-"""Adds a drafter to a drafting."""
+"""Adds a drafter to a :class:`Drafting`."""
 
 
 def add_exit_head(

@@ -33,15 +33,15 @@ class Terms:
             250 tokens.
         switch: Cost of a switch from drafting to plain decoding, whose first round finds the
             processor's caches filled by the draft.
-        near: Number of plain rounds in a probe, and of drafting rounds on either side that are
-            compared with it. They are near in time, so they run under the same load.
+        near: Number of plain rounds in a probe, and of the drafting rounds before and after it with
+            which it is compared. They are near in time, so they run under the same load.
         first_interval: Number of drafting rounds before the second probe; the interval doubles each
             time.
         longest_interval: Largest interval.
-        sure: Expected number of tokens, besides the bonus token, from which on a drafter may draft
-            even during a pause. The text's tokens are judged during a pause, too, so this estimate
-            is up to date. Without this rule, a stall that overdrew the account would stop the
-            copying of repeated text.
+        sure: Expected number of tokens, besides the bonus token, at which a drafter may draft even
+            during a pause. The text's tokens are judged during a pause, too, so this estimate is up
+            to date. Without this rule, a stall that overdrew the account would stop the copying of
+            repeated text.
         slower: Factor by which the pace must change for plain decoding to be measured immediately.
     """
 
@@ -64,7 +64,7 @@ TERMS = Terms()
 
 
 class StepPrices:
-    """Prices of a part of a round by a count of steps or nodes. The unit is a plain step.
+    """Prices of a part of a round, by number of steps or nodes. The unit is a plain step.
 
     Attributes:
         medians: The price of each count: a median, because machine stalls hardly affect it. Set by
@@ -129,7 +129,7 @@ class Account:
         return (self._expected - cost) / rounds + luck - self._terms.margin
 
     def drafted(self, outcome: RoundOutcome) -> bool:
-        """Enter a round of this drafter in the account. Returns whether a pause begins."""
+        """Record a round of this drafter in the account. Returns whether a pause begins."""
         terms = self._terms
         self._forget(1.0)
         shape = outcome.steps, outcome.nodes

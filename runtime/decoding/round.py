@@ -64,7 +64,7 @@ class TokenSequence:
         """Begin a sequence.
 
         Args:
-            tokens: The prompt, not empty.
+            tokens: The prompt; it must not be empty.
             kv_cache: An empty cache.
             engines: The engines that run its calls.
             drafting: The drafters of this sequence when it runs alone.
@@ -342,7 +342,7 @@ class Round:
 
         Args:
             outputs: The verifier's outputs for the call of :meth:`complete`.
-            seconds: Time of this call.
+            seconds: Duration of this call.
         """
         sequence = self.sequence
         tree = self.tree
@@ -383,7 +383,7 @@ class Round:
         Args:
             path: The accepted nodes.
             chosen: Their tokens and the bonus token.
-            seconds: Time of the verify call.
+            seconds: Duration of the verify call.
         """
         tree = self.tree
         nodes = self.nodes

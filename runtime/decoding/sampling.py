@@ -257,7 +257,7 @@ class GumbelNoise:
         """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and
         their noisy scores.
 
-        The other columns are left out because even the largest noise would not lift them among the
+        The other columns are left out because even the largest noise would not lift them into the
         ``count`` best. Columns that a filter removed may be left out, too. A column has the noise
         of its token.
         """

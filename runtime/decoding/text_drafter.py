@@ -15,8 +15,9 @@ from eesd.controllers.text_rule import TextRule
 LEAST_VALUE = 0.05
 """A token whose path has a lower chance is not proposed."""
 COUNTED_LINKS = 32
-"""Maximum number of states whose counts of occurrences a new token updates. Only very repetitive
-texts have longer chains of suffix links; for them, the counts of short matches are too low."""
+"""Maximum number of states in which a new token updates the count of occurrences. Only very
+repetitive texts have longer chains of suffix links; for them, the counts of short matches are too
+low."""
 
 
 class Match(NamedTuple):

@@ -101,7 +101,7 @@ class KVCache(Protocol):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Number of bytes of the keys and values of one token."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -167,7 +167,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Amount of work that some calls are for an engine.
+    """Amount of work in some calls of an engine.
 
     Attributes:
         nodes: Number of nodes of all sequences, including padding.
@@ -214,7 +214,7 @@ class Engine(Protocol):
         """
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """The work of :meth:`forward` for at least one call."""
+        """The amount of work in a :meth:`forward` with at least one call."""
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))

@@ -77,7 +77,7 @@ def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_load
 
 
 def check_graphs(directory: Path, manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if a graph of the directory was changed: the old build would
+    """Raise :class:`EESDError` if a graph of the directory was changed, because the old build would
     still run."""
     for graph in manifest.graphs:
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:

@@ -41,7 +41,7 @@ def slots_of(manifest: Manifest) -> int:
 
 
 def tile_bytes(manifest: Manifest) -> int:
-    """Bytes of all tiles of a float32 cache."""
+    """Number of bytes of all tiles of a float32 cache."""
     geometry = manifest.geometry
     width = _width(geometry.head_dim)
     return 8 * manifest.num_caches * geometry.num_kv_heads * slots_of(manifest) * width
@@ -81,7 +81,7 @@ class CpuKVCache:
         slots: S.
         limit: Maximum number of slots of a text.
         dtype: Type of an element.
-        slot_bytes: Bytes of the keys and values of one token.
+        slot_bytes: Number of bytes of the keys and values of one token.
     """
 
     fixed_bytes = 0
@@ -249,7 +249,7 @@ class _Rows:
         self.scale = scale
         self.shape = heads, size + scale
         self._size = size
-        self._pair = 2 if scale else 1  # cells side by side
+        self._pair = 2 if scale else 1  # number of adjacent cells
         scales_at = TILE * _width(size) * dtype.itemsize
         tiles = memory.shape[3]
         tile = scales_at + TILE * scale

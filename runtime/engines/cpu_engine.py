@@ -1,8 +1,8 @@
 """The CPU engine: ONNX Runtime with this project's operators. The operators read packed weights,
 and read and write caches in place.
 
-A call takes any tokens of any sequences. Each token has a cache, a position, a slot, and a list of
-the slots that it sees, and gets the same bits as when it runs alone. Nothing is padded, and no
+A call may have any tokens of any sequences. Each token has a cache, a position, a slot, and a list
+of the slots that it sees, and gets the same bits as when it runs alone. Nothing is padded, and no
 token's cost depends on another token's text.
 """
 
@@ -88,8 +88,8 @@ class CpuEngine:
             manifest: The directory's manifest.
             stages: The stages of the verify graph, or the draft graph.
             threads: CPU threads.
-            int8_activations: Whether products with levels round activations to 8 bits, by blocks
-                of 32.
+            int8_activations: Whether products with levels round activations to 8 bits, in blocks of
+                32.
             kernels: Name of the kernels; "" for the fastest ones.
             kv_cache_dtype: Type of the caches: ``float32``, ``float16`` or ``int8``.
 
@@ -173,7 +173,7 @@ class CpuEngine:
 
         Args:
             tokens: T.
-            path: P, the slots of the longest path.
+            path: P, the number of slots of the longest path.
             logit_rows: R, the number of tokens that get logits.
         """
         ids = np.zeros(tokens, np.int64)

@@ -513,8 +513,8 @@ def _node(call: Call, at: int) -> Call:
 def _joined(
     outputs: Sequence[StepOutputs], rows: Sequence[Tensor], stream: DeviceStream
 ) -> StepOutputs:
-    """Join the outputs of the nodes of a draft call. Their logits are the ``rows``, on the
-    device."""
+    """Join the outputs of the nodes of a draft call. The joined logits are the ``rows``, which stay
+    on the device."""
     ids = np.concatenate([one.topk_ids for one in outputs if one.topk_ids is not None])
     logprobs = np.concatenate(
         [one.topk_logprobs for one in outputs if one.topk_logprobs is not None]

@@ -44,9 +44,9 @@ ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 """Numbers of element types in ``TensorProto.DataType``. NumPy types are not enough, because NumPy
 has no bfloat16."""
 LARGEST_FOLDED = "65536"
-"""Maximum bytes of a constant that ONNX Runtime may fold when it loads a graph. A transposed weight
-is larger, so it is not folded: its Transpose becomes part of the MatMul that packs the weight, and
-folding would first write a copy of the weight."""
+"""Maximum size, in bytes, of a constant that ONNX Runtime may fold when it loads a graph. A
+transposed weight is larger, so it is not folded: its Transpose becomes part of the MatMul that
+packs the weight, and folding would first write a copy of the weight."""
 
 
 class OrtEngine:

@@ -45,8 +45,8 @@ FOREVER = timedelta(days=3650)
 LEAVING = 60.0
 """Seconds that rank 0 waits for the other ranks to end."""
 FIRST = 4096
-"""Bytes of an order's first message. The whole order fits into it, unless the order has a long
-prompt, or keys and values."""
+"""Number of bytes of an order's first message. The whole order fits into it, unless the order has a
+long prompt, or keys and values."""
 ORDERS, PARTS = range(2)
 """Tags of messages."""
 NUMPY = "numpy._core.multiarray"
@@ -173,7 +173,7 @@ class Team:
             self._exchange(*(P2POp(isend, message, rank, tag=ORDERS) for rank in self._others))
 
     def obey(self) -> None:
-        """Run the orders of rank 0."""
+        """Carry out the orders of rank 0."""
         data = self._received(FIRST)
         size = int.from_bytes(data[:8], "little")
         if size > FIRST - 8:
@@ -196,7 +196,7 @@ class Team:
             for work in dist.batch_isend_irecv(list(messages)):
                 _wait(work)
         except RuntimeError:
-            for watch in self._watches:  # one of them reports the rank that has ended
+            for watch in self._watches:  # a watch reports the rank that has ended
                 watch.join()
             raise
 

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005, SIM300 -- Triton has no unpacking, and no constant before a name
-"""Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in
-registers.
+"""Products with quantized weights on a GPU: a Triton kernel that dequantizes the weights of a tile
+in registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
 of the inputs. It processes the inputs in steps. Each step reads its levels once, turns them into

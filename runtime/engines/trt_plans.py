@@ -396,9 +396,9 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
     """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with kernels for a
     range of node counts.
 
-    For exactly one node, attention reads the caches in place; for a range it copies them in every
-    call. But there is no such attention kernel for long caches, and kernels for exactly one node
-    expand int8 weights to 16 bits in every call.
+    For exactly one node, attention reads the caches in place; for a range of counts it copies them
+    in every call. But there is no such attention kernel for long caches, and kernels for exactly
+    one node expand int8 weights to 16 bits in every call.
     """
     own = quantization.draft
     copies = own is not None and BITS[own.weights] < BITS["int8"]  # copies of all int8 weights
