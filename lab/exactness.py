@@ -33,7 +33,7 @@ KIND = "exactness"
 PROMPTS = (7, 129)
 """Lengths of prompts, in tokens."""
 CHUNKS = (7, 64)
-"""Tokens of a prompt that are computed together, besides the default."""
+"""Sizes of prompt chunks, in tokens, in addition to the default."""
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1))
 WAYS: dict[str, list[Speculation | None]] = {
     "plain": [None],
@@ -53,7 +53,7 @@ class Row:
 
     Attributes:
         directory, activations, kernels, threads: The engine that ran.
-        kind: ``calls`` (of all sizes, with other caches and chunks, and trees), a key of
+        kind: ``calls`` (calls of all sizes, with varied caches, chunks and trees), a key of
             :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls`` a run is a call of the
             engine.
         runs: Number of texts, or calls, that were compared.
@@ -174,7 +174,7 @@ class _Texts:
 
 
 def _ways() -> Iterator[tuple[str, Speculation | None, int]]:
-    """Kind, speculation, and tokens of a chunk of the prompt (0 for the default)."""
+    """Kind, speculation, and number of tokens in a chunk of the prompt (0 for the default)."""
     for kind, speculations in WAYS.items():
         yield from ((kind, speculation, 0) for speculation in speculations)
     yield from (("chunks", None, chunk) for chunk in CHUNKS)

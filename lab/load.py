@@ -36,7 +36,8 @@ class Load:
 
     Attributes:
         counts: Requests by the client's behaviour, and errors.
-        texts: For each request, as JSON, the texts received, each with whether it is complete.
+        texts: By request (as JSON), the texts that were received, and for each text whether it is
+            complete.
     """
 
     def __init__(self, port: int, prompts: list[str]) -> None:
@@ -146,7 +147,7 @@ def metrics(port: int) -> dict[str, float]:
 @click.option("--clients", default=16)
 @click.option("--seed", default=0)
 def main(port: int, minutes: float, clients: int, seed: int) -> None:
-    """Load the server, and print counts as JSON. The exit code is 1 if a text is wrong."""
+    """Put load on the server, and print counts as JSON. The exit code is 1 if a text is wrong."""
     text = "\n".join(path.read_text() for path in sorted(Path("docs").glob("*.md")))
     chance = random.Random(seed)
     starts = [chance.randrange(len(text) - 2000) for _ in range(24)]

@@ -40,7 +40,7 @@ def main(plans: Path) -> None:
     """Print how many files a default round visits, their lines, and how often it changes files.
 
     PLANS is an engine directory, such as an export of examples/pycode/model. For each number of
-    draft steps and nodes, the round with the fewest changes of file is printed.
+    draft steps and nodes, the round that changes files least often is printed.
     """
     llm = load(plans, "ort", threads=1)
     prompt = (ROOT / "examples/pycode/prompt.txt").read_text()

@@ -56,8 +56,8 @@ def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Int
 
 
 def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
-    """Bandwidth of the engines' memory, in bytes per second: of a large copy (read plus written) on
-    a GPU, of reads by ``threads`` on a CPU."""
+    """Bandwidth of the engines' memory, in bytes per second. On a GPU it is measured with a large
+    copy (bytes read plus bytes written), on a CPU with reads by ``threads`` threads."""
     if not on_gpu:
         numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
         with ThreadPoolExecutor(threads) as pool:
@@ -89,7 +89,8 @@ def time_passes(
     """Measure draft steps and verify passes by node count, after contexts of several lengths.
 
     Returns the ``seconds`` of each kind of call with their interval; the ``share`` of these seconds
-    in which weights and cache can be read, at ``per_second`` bytes; and the ``predicted`` seconds.
+    that reading weights and cache takes at ``per_second`` bytes per second; and the ``predicted``
+    seconds.
     """
     assert engines.draft is not None
     [kv_cache] = engines.verify.new_kv_caches()

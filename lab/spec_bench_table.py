@@ -110,7 +110,7 @@ Pairs = Sequence[tuple[Answer, Answer]]
 
 
 def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
-    """Plain over drafting seconds, each summed over questions."""
+    """Plain / drafting seconds, each summed over questions."""
     return bootstrap_ratio(
         [seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs]
     )

@@ -25,7 +25,7 @@ KINDS = {"short": (16, 64), "middle": (200, 300), "long": (1000, 1400)}
 """Range of the tokens of a prompt, by kind."""
 SHARES = (0.6, 0.2, 0.2)
 NEW = (16, 64)
-"""Range of the new tokens of a request."""
+"""Range of the number of new tokens of a request."""
 CLIENTS = 16
 
 

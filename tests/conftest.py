@@ -14,8 +14,8 @@ from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 if WORKER and hasattr(os, "sched_setaffinity"):
-    # Before torch and ONNX Runtime count the processors: two processes with two spinning threads
-    # each would be slower.
+    # This comes before torch and ONNX Runtime count the processors, because two processes with two
+    # spinning threads each would be slower.
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """A function of a name and of a function that fills a directory. Returns the directory, which
-    is filled once for all test processes."""
+    """A function that takes a name and a function that fills a directory. It returns the directory,
+    which is filled once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if WORKER else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 @pytest.fixture(scope="session")
 def planned(shared: Shared) -> late_gpus.Planned:
-    """The engine directory of a setting of an LLM on GPUs that exist only in tests."""
+    """A function that returns the engine directory for a setting of an LLM on fake GPUs."""
     return partial(late_gpus.directory, shared)
 
 
@@ -141,8 +141,8 @@ def torch_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family_dir(shared: Shared) -> Callable[[str], Path]:
-    """A function of a family's name that returns its checkpoint directory. Copy the directory
-    before changing it."""
+    """A function that takes a family's name and returns its checkpoint directory. Copy the
+    directory before changing it."""
     return lambda name: shared(f"family-{name}", lambda path: build(FAMILIES[name], path))
 
 

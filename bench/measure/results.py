@@ -90,8 +90,8 @@ class Run:
         equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which
             promises the distribution.
         divergence: If not equal, the index of the first different token.
-        logit_gap: If not equal, the verifier's logit of plain decoding's token there, minus the
-            logit of the drafting run's token.
+        logit_gap: If not equal, the verifier's logit of the token that plain decoding has there,
+            minus its logit of the drafting run's token.
     """
 
     prompt: str

@@ -178,8 +178,8 @@ class Bench:
         return found
 
     def drafting_llm(self, configuration: Configuration, options: Options) -> LLM | None:
-        """An LLM for a configuration, with a new controller and, if wanted, a guard; None for plain
-        decoding."""
+        """An LLM for a configuration, with a new controller and, if configured, a guard; None for
+        plain decoding."""
         c = configuration
         if c.controller is None:
             return None
@@ -260,8 +260,8 @@ def tune(
     """Find the fastest fixed length for each sampling and width, if ``fixed`` is named without
     options.
 
-    ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a
-    sampling and width.
+    Adds the tunings for ``engine`` that ``result`` lacks. Yields after each prompt of a sampling
+    and width.
     """
     for sampling, width in untuned(engine, options, result):
         drafting = {
@@ -328,8 +328,8 @@ def measure(
 ) -> Iterator[None]:
     """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
 
-    ``result`` receives the runs and call latencies of prompts that it lacks for ``engine``. Plain
-    decoding must be among the configurations of each sampling. Yields after each prompt.
+    Adds the runs and call latencies for ``engine`` that ``result`` lacks. Plain decoding must be
+    among the configurations of each sampling. Yields after each prompt.
     """
     drafting = {
         configuration: bench.drafting_llm(configuration, options)

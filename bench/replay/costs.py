@@ -116,7 +116,7 @@ class CostModel:
         return cls(name, seconds.scaled(1 / plain), plain)
 
     def chain_costs(self, longest: int) -> list[float]:
-        """Plain steps of a round that drafts a chain of 0, 1, ... ``longest`` tokens."""
+        """Cost, in plain steps, of a round that drafts a chain of 0, 1, ... ``longest`` tokens."""
         return [self.calls.round_cost(n, n) for n in range(longest + 1)]
 
     def to_dict(self) -> dict[str, Any]:

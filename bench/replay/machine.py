@@ -115,7 +115,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds."""
+        """Total seconds of all rounds."""
         return float(self.rounds[:, 2].sum())
 
     def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:

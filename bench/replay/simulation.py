@@ -1,4 +1,4 @@
-"""All controllers replayed under several cost models; one JSON file.
+"""Replay all controllers under several cost models, and write one JSON file.
 
 Fields of the dataclasses are keys of the file.
 """

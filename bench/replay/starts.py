@@ -88,8 +88,8 @@ def simulate_starts(
 
 
 def table(head: str, machine: str, found: Sequence[Start]) -> str:
-    """A line for the starts of one head on one machine: the worst value of each figure, the worst
-    without the worst 5 %, and the median."""
+    """A line for the starts of one head on one machine. For each figure it has the worst value, the
+    worst value without the worst 5 %, and the median."""
     parts = [
         f"{label} {_spread([getattr(start, name) for start in found], worst)}"
         for label, name, worst in (

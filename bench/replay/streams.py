@@ -28,7 +28,7 @@ class SyntheticStream:
     overconfidence: float = 0.0
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw requests of ``tokens`` tokens. Each draft step shows the chance of acceptance; the
+        """Draw requests of ``tokens`` tokens. Each draft step reports a chance of acceptance; the
         margin is its log-odds."""
         rng = np.random.default_rng(seed)
         return Trace(

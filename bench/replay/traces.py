@@ -1,4 +1,5 @@
-"""Traces of real runs, on which any drafting policy can be replayed exactly, and their recording.
+"""Traces of real runs, on which any drafting policy can be replayed exactly, and code that records
+them.
 
 Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
 depend on the policy. The policy only determines which positions of the text become roots. So for
@@ -120,8 +121,7 @@ class Trace:
         return list(dict.fromkeys(request.task for request in self.requests))
 
     def save(self, path: Path) -> None:
-        """Write one npz file with the rows of all requests concatenated, without pickled
-        objects."""
+        """Write one npz file without pickled objects. The rows of all requests are concatenated."""
         meta = {
             "format": FORMAT,
             "origin": self.origin,
@@ -347,7 +347,7 @@ def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Opti
 def _origin(
     bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int
 ) -> dict[str, Any]:
-    """All that determines the requests of a trace."""
+    """Everything that determines the requests of a trace."""
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     chosen = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()

@@ -27,7 +27,7 @@ class Summary:
         speedup_total: Plain / drafting decode seconds, each summed across all prompts.
         against_fixed: Median, across prompts, of the best fixed length's decode seconds / this
             configuration's, with the same sampling and width. None if there is no fixed length, or
-            if this configuration has it.
+            if this configuration uses it.
         by_task: The same as ``speedup`` for each task.
         predicted: ``speedup_total``, predicted by :func:`predicted_seconds`; None if call costs
             were not measured.
@@ -92,8 +92,8 @@ def _summary(
     costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
-    """Summarize runs by prompt: the runs of the configuration, of plain decoding, and of the fixed
-    length."""
+    """Summarize a configuration's runs, by prompt, compared with those of plain decoding and of the
+    fixed length."""
     runs = list(own.values())
     plains = [plain[prompt] for prompt in own]
     ratios = {

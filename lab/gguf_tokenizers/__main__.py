@@ -50,7 +50,7 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
         {"general.name": "A phi3"},
     ],
 }
-"""Metadata that affect token ids, besides the rules, by ``tokenizer.ggml.model``."""
+"""Metadata that affects token ids, in addition to the rules, by ``tokenizer.ggml.model``."""
 
 
 def odd_texts(data: dict[str, Any], count: int) -> list[str]:

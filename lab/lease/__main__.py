@@ -113,7 +113,7 @@ def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, 
 
 
 def wait(process: "subprocess.Popen[bytes]", limit: float) -> str:
-    """Wait for a process. At its limit, kill it and its children. Returns its status."""
+    """Wait for a process. At the time limit, kill it and its children. Returns its status."""
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -192,7 +192,7 @@ def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill norms with 1, and matrices with values for which products keep the size of their
+    """Fill norms with 1, and matrices with random values that make products about as large as their
     inputs."""
     for name, value in parameters:
         if value.ndim == 1:

@@ -56,8 +56,8 @@ def one_pass(lease: Lease) -> dict[str, Any]:
 
 
 def _fused(lease: Lease) -> dict[str, Any]:
-    """Logits of 16-bit blocks with our kernels against torch's, with and without a group of
-    queries."""
+    """Compare the logits of 16-bit blocks between our kernels and torch's, with and without a group
+    of queries."""
     found: dict[str, Any] = {}
     if not lease.on_gpu:
         return found
@@ -142,7 +142,7 @@ def compared(
     tokens: int,
     prompts: Sequence[str | list[int]] = PROMPTS,
 ) -> dict[str, Any]:
-    """Drafting against plain decoding."""
+    """Compare drafting with plain decoding."""
     sampling = options.pop("sampling", Sampling())
     llm = eesd.load(
         directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options)
@@ -173,7 +173,7 @@ def compared(
 
 def families(lease: Lease) -> dict[str, Any]:
     """Compare a random checkpoint of each family, exported in two types; in a rehearsal, only one
-    family and type."""
+    family and one type."""
     found: dict[str, Any] = {}
     for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][
         : None if lease.on_gpu else 1

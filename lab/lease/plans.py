@@ -1,4 +1,4 @@
-"""Build plans with TensorRT, if it is installed, and check bits and the tokens of all ways to
+"""Build plans with TensorRT, if it is installed, and check the bits, and the tokens of every way to
 draft."""
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Commands and tests of the project on a GPU, and NVIDIA's checkers of memory and of races."""
+"""Commands and tests of the project on a GPU, and NVIDIA's memory and race checkers."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def commands(lease: Lease) -> dict[str, Any]:
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Run the tests for GPUs with torch, and on a GPU the tests of choices on the device. The step
+    """Run the GPU tests of torch and, on a GPU, the tests of token choices on the device. The step
     fails if a test fails."""
     files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
     shown = command(

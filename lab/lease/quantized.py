@@ -27,8 +27,8 @@ BLOCK = 32
 
 
 def products(lease: Lease) -> dict[str, Any]:
-    """All kinds of quantized weights against dequantized weights, and milliseconds of a block's
-    products in a CUDA graph.
+    """Compare products with all kinds of quantized weights with those of dequantized weights, and
+    measure the milliseconds of a block's products in a CUDA graph.
 
     On a CPU this step needs Triton's interpreter, and nothing is timed.
     """

@@ -92,7 +92,7 @@ class Script:
         verify.forward, draft.forward = verified, drafted  # type: ignore[method-assign]
 
     def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
-        """Replace the candidates. At most the first candidate is right."""
+        """Replace the candidates. Only the first candidate can be right."""
         assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
         place = np.asarray(positions) + 1
         others = outputs.topk_ids.shape[1] - 1
@@ -169,8 +169,8 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
 
 
 def split(lease: Lease) -> dict[str, Any]:
-    """Milliseconds of the parts of a verify call and a draft call of one node (Python, launch, wait
-    for the device), and of their kernels alone."""
+    """Milliseconds that the parts of a verify call and a draft call with one node take (Python,
+    launch, wait for the device), and milliseconds of their kernels alone."""
     llm, _ = scripted(lease, 7, exact=False)
     verify = llm.engines.verify
     draft = llm.engines.draft
@@ -268,7 +268,7 @@ def choices(lease: Lease) -> dict[str, Any]:
 
 
 def _choose(sampler: SpecSampler, tokens: list[int], logits: torch.Tensor) -> None:
-    tokens.extend([1] * len(logits))  # each round is at other positions
+    tokens.extend([1] * len(logits))  # every round has new positions
     sampler.begin_round(tokens)
     choose = sampler.chooser([Node(1, index=0)] * len(logits), 0)
     assert choose is not None

@@ -28,7 +28,7 @@ BATCH_WORKERS = {
 }
 """Runtimes that batch. llama.cpp's server is in the package xllamacpp."""
 MODES = ("automatic", "always", "never")
-"""Modes of EESD's batch: by the load, in every round, or never drafting."""
+"""Modes of EESD's batch: drafting depends on the load, is done in every round, or never."""
 ROWS = 16
 """Maximum number of requests that a contestant runs at the same time."""
 

@@ -1,4 +1,5 @@
-"""The comparison: all contestants wait side by side, and decode each prompt one after another."""
+"""The comparison: the processes of all contestants exist at the same time, and decode each prompt
+one after another."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

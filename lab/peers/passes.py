@@ -196,7 +196,7 @@ def _passes(
     read: Callable[[], list[float]],
 ) -> Iterator[Pass]:
     """Measure the contestants: a prompt, then passes after each context. ``read`` returns the
-    seconds of reads."""
+    seconds of memory reads."""
 
     def prefill(name: str, start: int, stop: int) -> list[float]:
         tokens = [(7 * position) % 251 + 3 for position in range(start, stop)]
@@ -295,8 +295,8 @@ def _table(found: Sequence[Pass]) -> list[str]:
 
 
 def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -> list[str]:
-    """A row for each contestant, with the rate of products with the layers' matrices as a share of
-    each peak."""
+    """A row for each contestant, with its rate of matrix products in the layers, as a share of each
+    peak."""
     prompts = [one for one in found if not one.behind]
     rows = []
     for one in prompts:

@@ -27,7 +27,7 @@ def compare(reference: Logits, other: Logits) -> tuple[float, int]:
         reference, other: Logits [n, V].
 
     Raises:
-        PeerError: The shapes differ, or ``other`` is not finite.
+        PeerError: The shapes differ, or ``other`` has values that are not finite.
     """
     if reference.shape != other.shape or not np.isfinite(other).all():
         raise PeerError(

@@ -14,8 +14,8 @@ Rate = Callable[[Run], float]
 
 
 def markdown(result: Result, level: str = "#") -> list[str]:
-    """Lines: tables of speed, ratios, memory and quality, and the settings. ``level`` begins the
-    heading."""
+    """Lines of the report: tables of speed, ratios, memory and quality, and the settings. ``level``
+    is the mark of its heading."""
     members = [c for c in result.contestants if any(r.contestant == c.name for r in result.runs)]
     lines = [
         f"{level} EESD against other runtimes: {result.model['name']}",

@@ -89,7 +89,7 @@ def read_windows(path: Path, codec: Any, count: int, window: int) -> list[list[i
         path: A text, or JSON lines.
         codec: The tokenizer.
         count: Maximum number of tokens to use.
-        window: Tokens of a window.
+        window: Number of tokens in a window.
 
     Raises:
         EESDError: The text is shorter than one window.

@@ -50,7 +50,7 @@ def _margin(process: Process, tokens: list[int], chosen: int, other: int) -> flo
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines: the number of equal texts, and a row for each other text."""
+    """Lines of the report: the number of equal texts, and a row for each text that differs."""
     rows = [
         [row["prompt"], row["equal"], *(f"{margin:.3f}" for margin in row["margins"])]
         for row in found

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 END = "<|endoftext|>"
 
-# Held out wherever the name occurs in a path, because pip and other packages contain copies of
-# these.
+# A file is held out if one of these names occurs anywhere in its path, because pip and other
+# packages contain copies of these packages.
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
 # Folders of tables, generated code and copies: a small model learns nothing about Python from them.

@@ -96,7 +96,8 @@ TASKS: dict[str, Callable[[list[str], ast.Module], Iterator[str]]] = {
 @click.option("--per-task", default=16, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, per_task: int, seed: int) -> None:
-    """Choose prompts evenly from the packages. Take all prompts of a package with too few."""
+    """Choose prompts evenly from the packages. If a package has too few prompts, take all of
+    them."""
     rng = random.Random(seed)
     passages: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
     for package, text in held_out_files():

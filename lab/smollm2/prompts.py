@@ -1,11 +1,11 @@
-"""Gather prompts for training the head from checkouts of public repositories, without questions of
-the tests.
+"""Gather prompts for training the head from checkouts of public repositories. Questions of the test
+sets are left out.
 
     python -m lab.smollm2.prompts CHECKOUTS -o prompts.jsonl --without spec_bench.jsonl [FILE ...]
 
 CHECKOUTS has a directory for each repository of ``SOURCES``, named like the repository
-(``git clone URL CHECKOUTS/NAME``). The result has one conversation a line, with its kind, in an
-order that the seed fixes.
+(``git clone URL CHECKOUTS/NAME``). The result has one conversation per line, with its kind. The
+seed determines the order.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SOURCES = {
 GRAM = 13
 """Number of consecutive words that a prompt must not have in common with a test."""
 PER_KIND = 350
-"""Prompts of each kind of T0's tasks, unless all are wanted."""
+"""Number of prompts of each kind of T0's tasks, unless all prompts are wanted."""
 HELD_OUT = 256
 """Number of prompts of T0 that no training uses."""
 MORE = {
@@ -52,7 +52,8 @@ MORE = {
 CHOICES = 2000
 DIALOGUES = 2500
 AGAIN = 2500
-"""Numbers of prompts: with choices, from dialogues, and with a second turn."""
+"""Numbers of multiple-choice prompts, of prompts from dialogues, and of prompts with a second
+turn."""
 MOST_CHARACTERS = 2400
 ASKED_AGAIN = (
     *(

@@ -1,5 +1,5 @@
-"""Gather text for the model to read from Debian packages and checkouts of public repositories,
-without questions of the tests.
+"""Gather text for the model to read from Debian packages and checkouts of public repositories.
+Questions of the test sets are left out.
 
     python -m lab.smollm2.texts PACKAGES CHECKOUTS -o texts/ [--asked asked.jsonl] [--every] \\
         [--part 2] [--times 3] --without TEST.jsonl ...
@@ -319,8 +319,8 @@ def passages(text: str) -> Iterator[str]:
 
 
 def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str]]:
-    """Passages of each package of a kind, in random order, from all its files or from enough of
-    them for ``characters``."""
+    """For each package of a kind, its passages in random order, from all its files or from as many
+    files as ``characters`` needs."""
     for name, pattern in SOURCES[kind]:
         paths = [path for path in sorted((packages / name).glob(pattern)) if path.is_file()]
         random.Random(name).shuffle(paths)
@@ -406,8 +406,8 @@ def taken(
 def asked(
     pools: dict[str, list[str]], packages: Path, times: int, rng: random.Random
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and text of prompts about passages and about words of dictionaries: at most ``times``
-    the numbers in ``MOST_ASKED``."""
+    """Kind and text of prompts about passages and about words of dictionaries: of each kind, at
+    most ``times`` its number in ``MOST_ASKED``."""
     most = {kind: times * count for kind, count in MOST_ASKED.items()}
     for kind, forms in ASKED_ABOUT.items():
         for piece in rng.sample(pools[kind], min(most[kind], len(pools[kind]))):

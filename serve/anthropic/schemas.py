@@ -97,7 +97,7 @@ class CountBody(PromptBody):
 
 class MessagesBody(GenerationBody, PromptBody):
     """``POST /v1/messages``. The fields of :class:`~eesd.serve.openai.schemas.GenerationBody` are
-    this server's own."""
+    this server's extensions."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT64)]
 

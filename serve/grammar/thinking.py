@@ -51,7 +51,7 @@ class ThinkParser:
             if mark:
                 self._held = rest
                 self._state = "end"
-            else:  # neither a possible mark nor the blanks before it
+            else:  # there is neither a possible mark nor blanks before it
                 sure = (
                     thought
                     if last

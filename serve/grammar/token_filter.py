@@ -12,7 +12,7 @@ from eesd.runtime.text import TextCodec
 
 
 def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
-    """Tokenizations of each word, at the beginning of a text and after a space."""
+    """Tokenizations of each word: at the beginning of a text, and after a space."""
     ways = dict.fromkeys(
         tuple(codec.ids(before + word.lstrip(), special=False))
         for word in words

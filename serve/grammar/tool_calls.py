@@ -56,7 +56,7 @@ OTHER_MARKS = (
         for slash in ("", "/")
     ),
 )
-"""Text that may surround calls without the marks of their format. llama.cpp accepts the same
+"""Text that may surround a call that lacks the marks of its format. llama.cpp accepts the same
 tags."""
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -206,8 +206,9 @@ class ToolParser:
         format: The model's format of calls.
         names: Names of the functions.
         streaming: Whether to return a call as soon as its name is known and its arguments begin,
-            and the arguments as they come, though they may turn out to be cut off or not JSON. If
-            False, only complete calls are returned as calls; all other text is content.
+            and then the arguments piece by piece. Such arguments may be cut off later, or turn out
+            not to be JSON. If False, only complete calls are returned as calls; all other text is
+            content.
         most: Maximum number of calls; further calls remain content.
         forced: Whether the answer must be calls. If it is cut off within the beginning of a call,
             that beginning is then not content.
@@ -245,8 +246,7 @@ class ToolParser:
         self._state = self._content if format.begin else self._before
         self._object = _Object(0)
         self._arguments: _Object | None = None
-        """The arguments of a call whose beginning was returned. They were returned up to the index
-        ``_told``."""
+        """The arguments of a call that was returned in part: up to the index ``_told``."""
         self._told = 0
 
     def push(self, text: str) -> list[ToolDelta]:
@@ -354,8 +354,8 @@ class ToolParser:
             self._end_call(self._object.end if whole else self._object.at)
 
     def _head(self, whole: bool) -> tuple[str, int] | None:
-        """Name of the function, and index at which its arguments begin; None if the function is
-        unknown or, unless streaming, if the call is not JSON."""
+        """Name of the function, and index at which its arguments begin. None if the function is
+        unknown, or if the call is not JSON and the answer is not streamed."""
         if not (whole or self._streaming):
             return None
         match = _HEAD.match(self._text) or (self._format is MISTRAL and _NAMED.match(self._text))

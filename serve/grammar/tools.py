@@ -134,8 +134,8 @@ class Tools:
         return made
 
     def _grammar(self, codec: TextCodec, left_out: set[str]) -> str:
-        """Return the grammar. Add to ``left_out`` the keywords of parameters that it does not
-        enforce."""
+        """Return the grammar. Add to ``left_out`` those keywords of the parameters' schemas that
+        the grammar does not enforce."""
         names = [name for name in self.functions if self.choice in ("auto", "required", name)]
         rule = self._harmony_rule if self.format is HARMONY else self._call_rule
         rules = [f"call_{index}: {rule(name, left_out, codec)}" for index, name in enumerate(names)]

@@ -70,8 +70,8 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
             )
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
-        # Either a text is encoded without the tokenizer's special tokens, or llm.encode reads the
-        # text or ids.
+        # If ``add_special_tokens`` is False, a text is encoded without the tokenizer's special
+        # tokens. llm.encode reads all other texts, and ids.
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         check_ids(tokens, llm, "prompt")

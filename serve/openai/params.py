@@ -204,7 +204,7 @@ def requests_of(
     texts = len(prompts) * body.choices
     most = serving.options.max_n
     places = serving.service.places
-    if texts > min(most, places):  # no 429, which would promise later room
+    if texts > min(most, places):  # not 429, which would tell clients to retry
         limit = f"ask for at most {most}" if texts > most else f"this server has {places} places"
         raise APIError(400, f"The request asks for {texts} texts; {limit}.", "n")
     llm = serving.service.llm

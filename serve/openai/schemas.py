@@ -47,7 +47,7 @@ ALIASES = {
     "think": "reasoning_effort",
     "enable_thinking": "reasoning_effort",
 }
-"""Names that fields have in other servers."""
+"""Other servers' names for some fields."""
 THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
 """Efforts for the values of Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek
 (``thinking``, an object whose ``type`` is the key)."""
@@ -317,7 +317,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others
+    """A call of a function. In a stream, the first piece has ``id`` and ``name``, and later pieces
     continue the arguments."""
 
     index: int | None = None

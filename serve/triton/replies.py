@@ -120,7 +120,8 @@ class Replies:
         self._metrics.load(self._service)
 
     def _see(self, reply: Reply, update: Update) -> None:
-        """Process the output of a round, and send it if the client wants it now."""
+        """Process the output of a round. Send it if the client receives a stream, or if the text
+        has ended."""
         if update.tokens and not reply.started:
             reply.started = True
             self._metrics.first_token(monotonic() - reply.start)

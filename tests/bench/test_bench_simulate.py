@@ -267,8 +267,8 @@ def test_a_report_of_a_simulation_and_a_measurement_is_the_same_each_time(
     assert report == (tmp_path / "b/results.md").read_text()
 
 
-# By acceptance, for c = .05, .1, .2, .3: the best length and its speed, flat verify (Leviathan et
-# al. 2023).
+# For each acceptance rate, and for draft costs c = .05, .1, .2, .3: the best length and its speed,
+# if a verify pass costs the same for any number of nodes (Leviathan et al. 2023).
 GOLDEN = {
     0.6: [(4, 1.92), (3, 1.67), (2, 1.40), (1, 1.23)],
     0.7: [(6, 2.35), (4, 1.98), (3, 1.58), (2, 1.37)],

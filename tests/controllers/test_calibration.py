@@ -38,7 +38,8 @@ def outcome(
 def grid_posterior(
     labels: list[tuple[float, bool]], prior: CalibrationPrior
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the intercept a + b by brute force, the slope held at 1."""
+    """Mean and standard deviation of the intercept a + b by brute force, with the slope fixed at
+    1."""
     a = np.linspace(-6, 6, 2001)
     log_density = -(a**2) / 2 / (prior.shift**2 + prior.request**2)
     for z, accepted in labels:
@@ -96,7 +97,7 @@ def test_draws_have_the_posterior_of_what_requests_share() -> None:
     drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
     aa, as_, ab, ss, sb, _ = calibrator.covariance
     shared = np.array([[aa, as_], [as_, ss]])
-    # b follows a and s.
+    # Regression of b on a and s.
     gain = np.array([[1, 0], [0, 1]]) + np.array(
         [np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]]
     )
@@ -293,8 +294,8 @@ def test_drafts_one_token_where_no_draft_pays() -> None:
 
 
 def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
-    """Drafting starts from the calibration of the exit head, or from the default. The message about
-    a damaged calibration names it."""
+    """Drafting starts from the calibration of the exit head, or from the default. If the
+    calibration is damaged, the error message says so."""
     file = engine_copy / "manifest.json"
     manifest = json.loads(file.read_text())
 

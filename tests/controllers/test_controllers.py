@@ -118,7 +118,7 @@ def test_beta_ts_forgets_older_rounds() -> None:
     assert (controller.accepted, controller.rejected) == ((4 * 0.5 + 2) * 0.5 + 0, 0.5 + 1)
     for _ in range(60):
         controller.observe(outcome(1, 1))
-        controller.observe(outcome(0, 0))  # plain rounds say nothing
+        controller.observe(outcome(0, 0))  # plain rounds give no information
     assert controller.accepted == pytest.approx(2) and controller.rejected == pytest.approx(0)
     assert controller.prior == (4, 1)
 

@@ -1,4 +1,5 @@
-"""The guard, with invented seconds, and in sessions whose clock only the engines advance."""
+"""Tests of the guard with invented durations, and in sessions whose clock only the engines
+advance."""
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_stays_while_drafting_is_faster() -> None:
 
 @pytest.mark.parametrize("seconds", [2.0, 2.1, 2.5, 4.0])
 def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
-    """Drafting loses one round, whose cost was unknown, and the allowance."""
+    """The only losses are one round, before the cost is known, and the allowance."""
     guard = Guard()
     drafted = play(guard, 4000, seconds)
     lost = sum(drafted) * (seconds - 2)
@@ -137,7 +138,7 @@ def test_stalls_do_not_stop_it() -> None:
 @pytest.mark.parametrize("slowed", [1, 2])
 @pytest.mark.parametrize("times", [3, 30])
 def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
-    """No process of fifty stops drafting because its first calls were slow."""
+    """None of fifty processes stops drafting because its first calls were slow."""
     for tokens in np.random.default_rng(0).integers(1, 5, 50).tolist():
         guard = Guard()
         drafted = 0
@@ -154,7 +155,7 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
 
 def test_bad_luck_does_not_stop_it() -> None:
     """Rounds commit 1 or 3 tokens where 2 are expected, and take 1.7 plain steps. Sometimes many
-    rounds of 1 token follow each other."""
+    rounds in a row commit 1 token."""
     guard = Guard()
     random = np.random.default_rng(0)
     drafted = []

@@ -140,7 +140,7 @@ def test_automatic_is_as_good_as_the_better_of_always_and_never(
     rows: int, easy: float, seconds: Callable[[int, int], float]
 ) -> None:
     fixed = {levels: rate(LoadRule(PRIOR, levels), rows, easy, seconds) for levels in (0, 1, 3)}
-    # Blocks: the best fixed length fills them by chance.
+    # With kernels that process blocks, the best fixed length happens to fill the blocks.
     share = 0.96 if seconds is verify_seconds else 0.93
     assert rate(LoadRule(PRIOR), rows, easy, seconds) > max(
         share * max(fixed.values()), 0.99 * fixed[0]
@@ -183,8 +183,8 @@ def rule_of(
 
 
 def test_a_budget_pays_its_rows_part() -> None:
-    """The cost of a row's nodes is its part of the cost if all rows verify the same number of
-    nodes."""
+    """The price of a row's nodes is the row's share of the cost of a pass in which all rows verify
+    the same number of nodes."""
     rule = rule_of(8, verify_seconds)
     assert rule.price(np.array(3)) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
     assert LoadRule(PRIOR, 2).levels([[0.9, 0.8, 0.7], [0.9]]) == [2, 1]
@@ -262,8 +262,8 @@ def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
 
 
 def test_a_slower_machine_is_slower_for_all_sizes() -> None:
-    """Plain rounds set the pace for all sizes. The cost of another node, in plain rounds, stays the
-    same."""
+    """Plain rounds set the pace for all sizes. The cost of one more node, in units of a plain
+    round, stays the same."""
     costs = BatchCosts()
     for _ in range(10):
         for nodes in (1, 2, 4, 8, 16):

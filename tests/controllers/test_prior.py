@@ -233,7 +233,7 @@ def test_zero_steps_add_a_prior_and_keep_the_weights(
 def test_training_from_a_head_drops_its_prior(
     learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path
 ) -> None:
-    # Too few to fit another.
+    # Too few tokens to fit another prior.
     short = ("--steps", 2, "--validation-prompts", 1, "--validation-tokens", 2)
     distill(learner, own_rows, tmp_path / "on", "--init-head", calibrated, *short)
     assert json.loads((tmp_path / "on" / "exit_head.json").read_text())["calibration"] is None

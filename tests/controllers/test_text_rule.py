@@ -42,8 +42,8 @@ def round_of(
 def taught(
     rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP
 ) -> TextRule:
-    """A rule after rounds in which ``rights`` of ten proposed tokens were right, and ``nodes``
-    verified."""
+    """A rule that has learned from rounds in which ``rights`` of ten proposed tokens were right,
+    and ``nodes`` were verified."""
     rule = TextRule()
     for number, right in enumerate(rights):
         verified = nodes[number % len(nodes)]
@@ -70,7 +70,8 @@ def test_chances_become_those_of_the_text() -> None:
 
 
 def test_labels_need_no_verified_nodes() -> None:
-    """Proposals in plain rounds also give labels: as soon as a text repeats, it is copied."""
+    """The rule also learns from proposals that were not verified, so text is copied as soon as it
+    repeats."""
     wrong = taught([0] * 200, nodes=[0])
     right = taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9

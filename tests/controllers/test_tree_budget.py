@@ -1,4 +1,5 @@
-"""A budget chooses the draft's proposals to verify. The tokens stay those of plain decoding."""
+"""A budget chooses which of the draft's proposals are verified. The tokens remain those of plain
+decoding."""
 
 from typing import Any
 
@@ -49,8 +50,8 @@ def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome)
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
-    """Rounds of all sizes, with the same number of tokens each: the rate is known and v(n) is
-    linear."""
+    """A budget that has seen rounds of all sizes, each with the same number of tokens, so that its
+    rate is known and v(n) is linear."""
     for number in range(rounds):
         observe(budget, [], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
     return budget
@@ -117,7 +118,7 @@ def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
 
 
 def test_a_chain_without_logits_has_the_engines_candidates() -> None:
-    """There are at most as many candidates as likeliest tokens that the draft engine returns."""
+    """All candidates are among the likeliest tokens that the draft engine returns."""
 
     def no_logits() -> Any:
         raise AssertionError("a chain that was drafted ahead has no logits")

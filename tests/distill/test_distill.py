@@ -712,8 +712,8 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
 def test_two_processes_have_the_losses_of_one_process(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes with batches of two rows, stopped and resumed, are compared with one process
-    over the same rows, in the same single portion."""
+    """Two processes with batches of two rows are stopped and resumed. They are compared with one
+    process that trains on the same rows, in the same single portion."""
     arguments = [
         "--model",
         learner,

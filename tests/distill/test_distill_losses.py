@@ -110,7 +110,7 @@ def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
     assert acceptance.verified == (2, 2, 1, 0) and acceptance.accepted == (2, 2, 0, 0)
     assert acceptance.tokens_per_round == 3.0
     assert replay_acceptance([np.array([[0, 0]], bool)], 4).tokens_per_round == 1.0
-    # All first drafted tokens are right, and no later ones.
+    # The first drafted token of each round is right, and all later ones are wrong.
     acceptance = replay_acceptance([np.array([[1] * 6, [0] * 6], bool)], 4)
     assert acceptance.verified == (3, 2, 0, 0) and acceptance.accepted == (3, 0, 0, 0)
 

@@ -1,5 +1,5 @@
-"""The whole model in fewer bits as its own draft changes no token, whatever it writes into the KV
-cache."""
+"""Drafting with the whole model in fewer bits changes no token, whatever the draft writes into the
+KV cache."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -132,7 +132,7 @@ def test_a_draft_that_spoils_the_cache_changes_no_token(
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -> None:
     """A round is cancelled after the draft wrote garbage into eight slots. The next rounds are
-    short, and do not see the garbage."""
+    short, and the garbage does not affect them."""
     llm = load(plans, backend, threads=1)
     plain = llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     wrong = spoiled(llm, Speculation("fixed:k=8", guard=False, drafter="exit"), np.nan, speaks=True)

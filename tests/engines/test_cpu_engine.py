@@ -1,5 +1,5 @@
 """The CPU engine through the real export: its results are near those of the untouched graphs, and
-its bits do not depend on calls, kernels or threads. Also the packed directories."""
+its bits do not depend on calls, kernels or threads. The packed directories are tested here, too."""
 
 import json
 import re
@@ -155,8 +155,8 @@ class Pass:
         )
 
     def assert_near(self, other: "Pass", tolerance: float) -> None:
-        """Errors of whole arrays are compared with the size of their values: rounding to 8 bits
-        makes single errors larger."""
+        """The errors of an array are compared with the size of all its values, because rounding to
+        8 bits makes individual errors larger."""
         for ours, theirs in zip(self.steps, other.steps, strict=True):
             assert_near(ours[0], theirs[0], tolerance)
             if len(theirs) > 1 and tolerance < 1e-3:
@@ -202,8 +202,8 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
 def test_weights_are_copied_to_large_pages_where_memory_is_free(
     directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the file changes, a copy does not. With little free memory the file stays mapped, and the
-    bits are the same."""
+    """A copy does not change if the file changes. With little free memory, the file stays mapped,
+    and gives the same bits."""
     plans = shutil.copytree(directory("llama-tied"), tmp_path / "plans")
     weights = build_for_cpu(plans, load_manifest(plans)) / cpu_build.WEIGHTS
     with monkeypatch.context() as little:
@@ -395,8 +395,8 @@ def test_weights_of_another_model_are_noticed_when_they_are_loaded(
 def test_another_export_has_another_build_for_cpu(
     plans: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A different layout also has a different build. The new build replaces the old build, but no
-    directory that EESD did not make."""
+    """A different layout also has a different build. The new build replaces the old build, but a
+    directory that EESD did not make is kept."""
     manifest = load_manifest(plans)
     first = build_for_cpu(plans, manifest)
     mine = shutil.copytree(first, plans / f"cpu-{'0' * 16}")

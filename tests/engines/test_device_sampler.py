@@ -1,7 +1,7 @@
 """A device chooses the tokens that the host's samplers choose.
 
-If torch sees a GPU, it makes the choices from given logits. Otherwise, and for generations, the CPU
-acts as the device.
+If torch detects a GPU, the GPU makes the choices from given logits. Without a GPU, and for
+generations, the CPU acts as the device.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.f
 def on_device(
     sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int
 ) -> NDArray[np.float64]:
-    """The choices that the sampler's work for a device makes from the logits."""
+    """Choices made from the logits by the work that the sampler prepares for a device."""
     choose = sampler.chooser(nodes, count)
     with torch.inference_mode():
         chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
@@ -247,7 +247,7 @@ def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
 
 
 def choosing_llm(harness: Harness, speculation: Speculation | None) -> LLM:
-    """An LLM of the torch engine that chooses as on a GPU."""
+    """An LLM of the torch engine whose tokens are chosen as on a GPU."""
     manifest = load_manifest(harness.directory)
     verify, draft = open_torch(harness.directory, manifest, 1, speculation is not None, "cpu")
     for engine in (verify, draft):
@@ -318,7 +318,7 @@ def test_an_observer_still_sees_logits(harness: Harness) -> None:
 def with_others(
     owner: Any, name: str, change: Callable[..., Any]
 ) -> Callable[[pytest.MonkeyPatch], None]:
-    """A method receives other arguments."""
+    """Return a patch that calls a method with changed arguments."""
     original = getattr(owner, name)
     return lambda patch: patch.setattr(
         owner, name, lambda *arguments: original(*change(*arguments))

@@ -1,5 +1,5 @@
-"""``lab.lease`` rehearsed on the CPU: its requirements, the ends of steps, and that it continues
-where it stopped."""
+"""``lab.lease`` rehearsed on the CPU: its requirements, the endings of its steps, and its
+continuation after a stop."""
 
 import json
 import os

@@ -45,7 +45,7 @@ Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 )
 @pytest.mark.parametrize("name", slow_but([*SETTINGS], *late_gpus.QUICK))
 def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, first: int) -> None:
-    """Each first seed has a new LLM, because work is captured once."""
+    """There is a new LLM for each ``first`` seed, because an LLM captures work only once."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, first) as (machine, llm):
         assert wrong(planned(setting), machine, llm, range(first, first + 5)) == []
@@ -80,7 +80,8 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
     "name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"]
 )
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
-    """At the end, calls are not captured, and their memory is freed after each call."""
+    """At the end of the cache, calls are not captured, and their memory is freed after each
+    call."""
     directory = planned(SETTINGS[name])
     setting = SETTINGS[name]
     prompt = PROMPTS[2]
@@ -100,7 +101,7 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
 def test_a_capture_that_fails_inside_costs_speed_and_no_token(
     planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call runs without a graph, and so do later calls whose pool is lost."""
+    """The call runs without a CUDA graph. So do later calls, if the graphs' memory pool is lost."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
         machine.breaking = pieces
@@ -387,8 +388,8 @@ def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
 
 
 def tokens_while_other_streams_are_late(directory: Path) -> list[int]:
-    """The tokens of an embedded LLM if other streams do nothing before the second round. A capture
-    would wait for all streams."""
+    """Tokens of an embedded LLM when the other streams run nothing before the second round. A
+    capture would wait for all streams."""
     with embedded(directory) as (machine, llm):
         llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
         machine.eagerness = 0
@@ -413,7 +414,8 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(
 
 
 def preparing_changes_the_cache(directory: Path) -> bool:
-    """Whether preparing engines, with captured calls, changes caches that verify has filled."""
+    """Whether preparing engines, with captured calls, changes caches that the verify engine has
+    filled."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
         verify = llm.engines.verify
         draft = llm.engines.draft

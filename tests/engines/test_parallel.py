@@ -63,8 +63,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function of options that returns an engine directory of a model with four KV heads, one for
-    each of four ranks, and a head with deep layers."""
+    """A function that takes export options, and returns an engine directory. The model has four KV
+    heads, one for each of four ranks, and its head has deep layers."""
     root = tmp_path_factory.mktemp("parallel")
     model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
     deep_head(Checkpoint(model), root / "head")
@@ -161,7 +161,7 @@ def test_ranks_have_the_tokens_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokens are equal with chains, trees, sampling, kept prompts and quantized weights. Logits
-    have the bits of ranks that are threads."""
+    equal those of ranks that are threads, bit for bit."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
@@ -178,10 +178,10 @@ FAMILIES = [*CASES, "qwen2", "qwen3-bias", "llama-bias"]
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: getattr(case, "model_type", case))
 def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, case: FamilyCase | str) -> None:
-    """Logits of a prompt, and tokens with trees of drafts, are those of one process.
+    """Logits of a prompt, and tokens decoded with draft trees, equal those of one process.
 
-    The families have biases, which count once; norms of heads, on every rank; experts; windows,
-    norms after a part, and caps; norms after the rotation.
+    The families have biases, which are added once; norms of each head, on every rank; experts;
+    windows, caps, and norms after a block's parts; norms after the rotation.
     """
     options = (
         "--exit-layer",

@@ -1,4 +1,5 @@
-"""``eesd-export --stages``: a verify graph in stages gives the same tokens as in one piece."""
+"""``eesd-export --stages``: a verify graph in stages gives the same tokens as the graph in one
+piece."""
 
 import shutil
 from collections.abc import Callable
@@ -55,8 +56,8 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the engines of a family in some stages. Tests must not change
-    them."""
+    """A function that returns the engines of a family in a given number of stages. Tests must not
+    change them."""
 
     @cache
     def directory(family: str, stages: int, *options: object) -> Path:
@@ -198,8 +199,8 @@ def split_sizes(checkpoint: Checkpoint, layer: int, stages: int) -> list[int]:
 
 
 def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
-    """Bytes of weights on each device, from the checkpoint's tensors. The draft is on the first; a
-    tied table counts once."""
+    """Bytes of weights on each device, from the checkpoint's tensors. The draft is on the first
+    device, where a tied table counts only once."""
     size = {name: tensor.nbytes for name, tensor in checkpoint.tensors.items()}
     layer = sum(nbytes for name, nbytes in size.items() if ".layers.0." in name)
     head = (

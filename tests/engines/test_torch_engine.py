@@ -145,8 +145,8 @@ def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
 
 
 def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
-    """The outputs for a prompt, a drafted chain, a level of a tree and a verified tree, and of both
-    engines after compaction."""
+    """The outputs for a prompt, a drafted chain, one level of a tree, and a verified tree; then
+    those of both engines after compaction."""
     kv_cache = verify.new_kv_caches()[0]
     verifier = OnCache(verify, kv_cache)
     drafter = OnCache(draft, kv_cache)
@@ -345,7 +345,7 @@ def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None
         }
         for engine in (verify, draft)
     )
-    # The verify graph only writes the caches of the last exit block, so keys and values are
+    # The verify graph needs only the keys and values of the last exit block, so their weights are
     # separate there.
     shared = {
         name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name
@@ -484,7 +484,7 @@ def test_engines_write_to_their_own_layers_of_the_shared_cache(harness: Harness)
     assert not kv_cache.memory.shards[0][..., 2:, :].any()
     OnCache(verify, kv_cache).forward([5, 6], [0, 1], 0)
     assert kv_cache.memory.shards[0][..., :2, :].flatten(1).any(1).all()
-    assert not kv_cache.memory.shards[0][..., ROWS:, :].any()  # verify's calls are padded
+    assert not kv_cache.memory.shards[0][..., ROWS:, :].any()  # the verify engine pads its calls
 
 
 def cut_hidden_size(directory: Path) -> None:

@@ -55,8 +55,9 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def plain(
     family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Path]:
-    """Directories without quantized weights in the verify graph, of models with norms of queries
-    and keys, heads of 24 numbers, and one KV head; and one with a draft of all layers in 4 bits."""
+    """Directories without quantized weights in the verify graph. The models have norms of queries
+    and keys, heads of size 24, or one KV head. In one directory, the draft is all layers in 4
+    bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
     names = ("qwen3-bias", "llama-head-dim", "mistral")
@@ -177,8 +178,8 @@ def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, 
 
 @NEEDS_TRITON
 def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number of groups uses the same products, and fits the shared memory of the smallest
-    GPUs."""
+    """For every number of groups, a kernel uses the same products, and fits the shared memory of
+    the smallest GPUs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = run(COMPILED)
@@ -220,7 +221,7 @@ def fails(*_: object) -> torch.Tensor:
 
 
 def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
-    """The weight [in, out] of 4-bit levels in words, by definition."""
+    """The weight [in, out], dequantized by definition from words of 4-bit levels."""
     blocks, outputs = weight.scales.shape
     levels = [
         [

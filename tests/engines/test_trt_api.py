@@ -71,7 +71,7 @@ def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None
         if not api.has(cls.__name__, name):
             continue
         assert isinstance(member, property) == api.is_property(cls.__name__, name), name
-        # It has one parameter for two overloads.
+        # This method has one Python signature for two overloads.
         if not isinstance(member, property) and name != "create_execution_context":
             assert arguments(member) in real_arguments(api, cls.__name__, name), name
 

@@ -57,7 +57,7 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours and a GPU, whose work the CPU does at once."""
+    """Both flavours of TensorRT and a GPU are installed. The CPU does the GPU's work at once."""
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
@@ -277,7 +277,8 @@ def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     llm = eesd.load(few_slots, "tensorrt", speculation=speculation)
 
     def run_through(prompt: list[int], draft: bool) -> tuple[list[int], dict[int, int]]:
-        """The text, and for each position the slots that the pass over its token read."""
+        """The text's tokens, and for each position the number of slots that the pass over its token
+        read."""
         read: dict[int, int] = {}
         with llm.session(prompt, max_new_tokens=200, draft=draft, ignore_eos=True) as session:
             while session.finish_reason is None:
@@ -353,7 +354,7 @@ def test_first_slots_are_aligned_parts_of_all_slots(slots: int, expected: tuple[
 def test_compiled_kernels_are_saved_for_the_next_start(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of another GPU are compiled again. A directory that is not writable is no error."""
+    """Kernels of another GPU are compiled again. A read-only directory is not an error."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     fake.write_plans(directory, "tensorrt-rtx")
 
@@ -461,7 +462,7 @@ def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) ->
 
 
 class Place(DeviceStream):
-    """A device that records whether it is current. Each differs from all others."""
+    """A device that records whether it is current. No two such devices are equal."""
 
     current: "list[Place]" = []  # noqa: RUF012
     __eq__ = object.__eq__
@@ -705,7 +706,7 @@ Damage = Callable[[Path], Any]
 
 
 def edited(change: Callable[[bytes], bytes], name: str = "verify.plan") -> Damage:
-    """A change of the bytes of a file."""
+    """Return a function that changes the bytes of a file."""
     return lambda directory: (directory / name).write_bytes(change((directory / name).read_bytes()))
 
 
@@ -715,7 +716,7 @@ def stripped(damage: Damage) -> Damage:
 
 
 def with_old_weights(directory: Path) -> None:
-    """Write other weights, and keep the file's time."""
+    """Write other weights, and keep the file's modification time."""
     weights = directory / "weights.bin"
     written = weights.stat().st_mtime_ns
     weights.write_bytes(weights.read_bytes()[::-1])

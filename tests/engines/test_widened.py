@@ -1,5 +1,6 @@
-"""16-bit engine directories on the CPU: this project's operators read 16 bits, with the results of
-a float32 directory. Checks widen the weights in memory for ONNX Runtime's own operators."""
+"""16-bit engine directories on the CPU. This project's operators read 16-bit weights, and give the
+results of a float32 directory. Checks widen the weights in memory for ONNX Runtime's own
+operators."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
 
 CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
-"""A model family by the element type of its checkpoint."""
+"""Model families, by the element type of the checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_bits_are_those_of_the_float32_directory(
 
 
 def _reference_logits(directory: Path) -> Logits:
-    """The logits of a prompt, of ONNX Runtime's own operators."""
+    """Logits of a prompt, computed with ONNX Runtime's operators."""
     manifest = load_manifest(directory)
     engine = reference(directory, manifest, manifest.verify, 1)
     [kv_cache] = engine.new_kv_caches()

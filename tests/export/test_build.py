@@ -60,8 +60,8 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 
 def fused(directory: Path, *options: object) -> list[tuple[int, int]]:
-    """Build plans. Returns the numbers of attentions and cache updates in each that are one kernel,
-    the draft's first."""
+    """Build plans. Returns, for each plan, the numbers of attentions and cache updates that run as
+    a single kernel. The draft's plan comes first."""
     assert "single kernels" not in succeed(main, directory, *options).stderr
     manifest = load_manifest(directory)
     assert list(manifest.plans) == [graph.file for graph in manifest.graphs]
@@ -265,7 +265,8 @@ def test_outdated_and_missing_plans_are_built_again(copy: Path) -> None:
 
 
 def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, the real builder writes plans with weights, even if others were requested."""
+    """Without a GPU, the real builder writes plans with weights, even if plans without weights were
+    requested."""
     assert_refused(
         run(main, copy, "--strip-weights"), "only where it finds a GPU", "leave --strip-weights out"
     )
@@ -402,8 +403,8 @@ def test_turing_has_no_bfloat16_and_no_int4(
 def test_attention_without_a_fused_kernel_is_built_from_parts(
     engine: Path, text_model: Path, tmp_path: Path
 ) -> None:
-    """There is no fused attention for several nodes with heads of 8, but one for the draft's single
-    node."""
+    """With heads of size 8, TensorRT has no fused attention for several nodes, but it has one for
+    the draft's single node."""
     assert load_manifest(engine).geometry.head_dim == 8
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16")
     result = run(main, directory)

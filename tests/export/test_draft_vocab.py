@@ -71,8 +71,8 @@ def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
 
 @pytest.fixture(scope="session")
 def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head over 60 tokens after 12 steps, without deep layers, so that the verify graph can have
-    stages."""
+    """A head with 60 tokens, trained for 12 steps. It reads no deep layers, so that the verify
+    graph can have stages."""
     output = tmp_path_factory.mktemp("reduced-head") / "head"
     options = ("--draft-vocab", SIZE, "--shared-lm-head", "--deep", "none")
     distill(learner, own_rows, output, *options, "--steps", 12, "--lr", 1e-2, "--batch", 16)

@@ -98,7 +98,7 @@ def test_each_weight_is_stored_once(
     assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
 
     checkpoint = Checkpoint(family_dir(family))
-    # Keys and values of the exit head, which only verify uses.
+    # Keys and values of the exit head, which only the verify graph uses.
     keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]
     block = [
         t.nbytes
@@ -195,7 +195,7 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(
     model = graph_of(exported("llama-head-dim"), name)
     weights = tensor_locations(model).keys()
     kinds = Counter(node.op_type for node in model.graph.node)
-    # These choose whether heads are folded.
+    # These nodes select whether heads are folded.
     assert kinds["Shape"] == kinds["Where"] == 2 * (name == "verify.onnx")
     assert not kinds.keys() & {
         "Concat",

@@ -131,8 +131,8 @@ def test_writing_weights_takes_the_memory_of_one_tensor(
 def test_writing_changed_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The memory is that of one tensor, of its widened form or its levels, and of a piece of it in
-    float32."""
+    """The memory used is that of one tensor, of its widened form or its levels, and of a piece of
+    it in float32."""
     dtype, *kind = options
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, dtype, tmp_path / "weights", *kind)
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[12])) + 24 * MB

@@ -185,7 +185,8 @@ def commands(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[Callable[[Path], Result]]:
-    """Commands that each write, replace or clean a path. Slow ones are rare."""
+    """Commands that each write, replace or clean a path. Slow commands occur less often in the
+    list."""
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))  # in this process

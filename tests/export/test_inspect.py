@@ -153,8 +153,8 @@ def shaped(
 
 
 def test_the_constants_give_the_times_that_the_h200_measured() -> None:
-    """The times are those of whole passes, and of products with fewer bits, which take longer than
-    reading their bytes."""
+    """The compared times are those of whole passes, and of products with quantized weights, which
+    take longer than reading the weights."""
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }

@@ -1,5 +1,5 @@
-"""``eesd-export --link-weights``: engines over the checkpoint's files compute the same as engines
-with a copy."""
+"""``eesd-export --link-weights``: engines that read the checkpoint's files compute the same as
+engines with a copy."""
 
 import errno
 import os

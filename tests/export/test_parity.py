@@ -209,7 +209,8 @@ def test_check_without_a_gpu_reports_that_it_was_skipped(
 def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first difference is named, here on texts longer than the texts for the graphs."""
+    """The message names the first difference, here on texts that are longer than those for the
+    graphs."""
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")

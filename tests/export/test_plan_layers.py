@@ -185,7 +185,7 @@ SHAPE = {
     "vocab_size": 4096,
     "max_position_embeddings": 2 * LONG_CACHE,
 }
-"""Groups of 4 heads of 128, as in models of 8B, and weights that are large compared with the code
+"""Groups of 4 heads of size 128, as in 8B models, and weights that are large compared with the code
 of the kernels."""
 WIDTHS_8B = {
     "hidden_size": 4096,
@@ -199,9 +199,9 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """A function of the kind of quantization and the number of slots. It returns the manifest of an
-    engine directory and the layers of its plans. ``whole``: only a draft of all layers is
-    quantized."""
+    """A function that takes the kind of quantization and the number of slots. It returns the
+    manifest of an engine directory and the layers of its plans. With ``whole``, only a draft of all
+    layers is quantized."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
@@ -282,8 +282,8 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     tmp_path: Path, slots: int
 ) -> None:
-    """The widths are those of 8B, so that a layer has the whole model's ratio of weights and
-    caches."""
+    """The widths are those of an 8B model, so that a layer has the same ratio of weights to caches
+    as the whole model."""
     model = write_checkpoint(
         tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
     )

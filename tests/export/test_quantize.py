@@ -90,8 +90,8 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
 
 
 def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
-    """A weight with magnitudes down to float16's subnormal numbers, blocks of zeros and blocks of
-    one sign."""
+    """A weight with blocks of zeros, blocks of one sign, and magnitudes down to float16's subnormal
+    numbers."""
     weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
     weight *= np.logspace(-8, 2, outputs, dtype=np.float32)[:, None]
     weight[5] = 0
@@ -127,7 +127,7 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None
 def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: str) -> None:
     """The squared error is much smaller overall, and not much larger in any block. No weight is far
     off."""
-    # Without the rows whose scales float16 rounds coarsely.
+    # The rows whose scales float16 rounds coarsely are left out.
     weight = random_weight(64, 8 * BLOCK, dtype)[20:]
     found = by_definition(quantize(weight, kind, dtype), kind).T.reshape(-1, BLOCK)
     blocks = to_float32(weight).reshape(-1, BLOCK)
@@ -236,7 +236,7 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(
 def test_onnx_runtime_widens_weights_when_it_loads_them(
     exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    """The float32 products are four for each layer, keys and values of the exit head, and the LM
+    """The float32 products are four per layer, one for the exit head's keys and values, and the LM
     head."""
     directory = exported("qwen2", kind, *options)
     made: list[ort.SessionOptions] = []
@@ -263,8 +263,8 @@ def test_onnx_runtime_widens_weights_when_it_loads_them(
 def test_logits_are_those_of_the_dequantized_model(
     exported: Export, family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """A checkpoint with the weights as onnx and numpy dequantize them is exported to engines with
-    the same logits."""
+    """If a checkpoint has the weights that onnx and numpy dequantize, its export gives the same
+    logits."""
     directory = exported("qwen2", kind)
     found = {
         t.name: numpy_helper.to_array(t)
@@ -477,8 +477,8 @@ def test_torch_engine_refuses_weights_that_differ_from_the_manifest(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -> None:
-    """Gate and up are one product. With an odd inner size, the rows of their levels and zero points
-    begin within a byte."""
+    """The gate and up projections are one product. With an odd inner size, the rows of their levels
+    and zero points begin within a byte."""
     model = build(
         Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd"
     )
@@ -520,8 +520,8 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     tmp_path: Path,
 ) -> None:
-    """This holds for the verify graph and for the draft of the whole model, with four layers of the
-    bundled model. The same text gives the same files."""
+    """This holds for the verify graph and for the draft that is the whole model, both with four
+    layers of the bundled model. The same text gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")
@@ -586,8 +586,8 @@ LEVELS = {"fp8": (FP8, ml_dtypes.float8_e4m3fn, 256), "nvfp4": (FP4, ml_dtypes.f
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
-    """Another library decodes these scales and all levels; the chosen levels have the nearest
-    values."""
+    """Another library decodes the stored scales and every possible level. The chosen levels are
+    those with the nearest values."""
     levels, numbers, count = LEVELS[kind]
     stored = random_weight(37, 96, dtype)
     weight = to_float32(stored)
@@ -639,8 +639,8 @@ def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
 def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
     exported: Export, family: str, kind: str, dtype: str
 ) -> None:
-    """The tokens are those of plain decoding, greedy and sampled, and the logits nearly agree
-    between backends and with the graphs."""
+    """The tokens are those of plain decoding, greedy and sampled, and the logits of all backends
+    and of the graphs are close."""
     directory = exported(family, kind, "--dtype", dtype, "--check")
     assert_weights_match_manifest(directory)
     for graph in load_manifest(directory).graphs:
@@ -725,8 +725,7 @@ def test_commands_name_the_types_as_the_options_do(exported: Export) -> None:
 
 
 def test_a_manifest_with_other_small_floats_is_refused(exported: Export, tmp_path: Path) -> None:
-    """The manifest has minimums, other blocks, or scales of a type that the export does not
-    write."""
+    """The manifest has minimums, or a block size or a scale type that the export does not write."""
     for number, (name, value) in enumerate(
         (("minimums", True), ("block", 64), ("scales", "float16"))
     ):

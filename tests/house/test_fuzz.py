@@ -64,7 +64,7 @@ def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits
 both = pytest.mark.parametrize(
     "limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)]
 )
-"""Settings for few cases in ``make test``, and many in ``make test-slow``."""
+"""Settings with few cases, for ``make test``, and with many cases, for ``make test-slow``."""
 
 
 @both
@@ -158,8 +158,8 @@ def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: 
 
 @both
 def test_manifest(engine_copy: Path, limits: settings) -> None:
-    """An accepted directory runs, with the greedy tokens of the undamaged one: a manifest may ask
-    for other sampling."""
+    """If a directory is accepted, it runs and gives the greedy tokens of the undamaged directory.
+    Its sampling options are ignored, because the edits may change them."""
     path = engine_copy / "manifest.json"
     expected = (
         eesd.load(engine_copy).generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens
@@ -315,7 +315,7 @@ def test_command_line(engine: Path, monkeypatch: pytest.MonkeyPatch, count: int)
     loaded: dict[Any, LLM] = {}
 
     def load(directory: Path, backend: str, *, speculation: Any, **options: Any) -> LLM:
-        """Loading takes most of the time, so engines are loaded once; all checks are real."""
+        """Loading takes most of the time, so engines are loaded only once. All checks are made."""
         if directory != engine or backend != "auto" or options["threads"] is not None:
             return eesd.load(directory, backend, speculation=speculation, **options)
         return loaded.setdefault(speculation, llm.with_speculation(speculation))
@@ -338,8 +338,8 @@ def check_command(
     limits: settings,
     stdin: str = "",
 ) -> None:
-    """Every command line works, or ends with one error line (two of click's own) and exit
-    code 2."""
+    """Every command line works, or ends with exit code 2 and one error line (two lines if the error
+    is click's)."""
 
     @limits
     @given(arguments=lines)

@@ -1,5 +1,5 @@
 """Combinations of packages that ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs,
-both, or half; flavours of TensorRT."""
+both, or a damaged installation; variants of TensorRT."""
 
 import json
 import sys

@@ -23,8 +23,8 @@ MAY_IMPORT = {
 }
 """Rooms from the lowest to the highest, with the rooms that each may import."""
 LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
-"""Imports of commands from a higher room, inside the function that needs it: ``--model`` exports
-the model that it then runs."""
+"""Imports from a higher room that a command makes inside a function: ``--model`` exports the model
+that is then run."""
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},

@@ -1,6 +1,6 @@
-"""One block in all its descriptions: with the same weights and tokens, the decoder and the modules
-of both graphs compute the logits of transformers; graphs pack the weights of layers with one
-input."""
+"""Every description of a block gives the same result. With the same weights and tokens, the decoder
+and the modules of both graphs compute the logits of transformers. Graphs pack the weights of layers
+that share an input."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -194,8 +194,8 @@ def test_a_missing_expert_is_named(mixtral: Path) -> None:
 
 
 def check_modules(model: Path) -> None:
-    """A mixture gives transformers' results, computed on the tokens that use an expert and on all;
-    unused results may be out of range."""
+    """A mixture gives the results of transformers, whether an expert is computed for the tokens
+    that use it or for all tokens. Unused results may overflow."""
     checkpoint = Checkpoint(model)
     reference: Any = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
@@ -276,8 +276,8 @@ def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
 
 
 def check_tokens_and_bits(plans: Path, backend: str) -> None:
-    """Drafting changes no token, and a token has the same bits next to others, which use other
-    experts."""
+    """Drafting changes no token, and a token has the same bits when other tokens in the call use
+    other experts."""
     prompt = [1, 17, 5, 40, 3]
     manifest = load_manifest(plans)
     found = [

@@ -352,7 +352,7 @@ def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
     stored = gguf.GGUFReader(path).tensors
     bias = next(tensor.data for tensor in stored if tensor.name == "blk.0.attn_k.bias")
     found = checkpoint.tensors["model.layers.0.self_attn.k_proj.bias"].read()
-    # The first values of each pair of the first head.
+    # In the first head: the first value of each pair, and then the second values.
     np.testing.assert_array_equal(found[:16], bias[:32:2])
     np.testing.assert_array_equal(found[16:32], bias[1:32:2])
     assert (
@@ -413,7 +413,7 @@ def test_rope_scaling_is_that_of_the_file(
     tensors: dict[str, Any],
     scaling: dict[str, Any] | None,
 ) -> None:
-    """transformers ignores it in GGUF files, so the comparison is with a directory whose
+    """transformers ignores the scaling in GGUF files, so the reference is a directory whose
     config.json has it."""
     named = {f"llama.{key}": value for key, value in metadata.items()}
     path = gguf_files.write(tmp_path / "model.gguf", Spec(metadata=named, tensors=tensors))
@@ -429,7 +429,7 @@ def test_rope_scaling_is_that_of_the_file(
 
 
 def stored_weights(directory: Path) -> dict[str, Any]:
-    """Every weight of the graphs as the format defines it, in float32 arithmetic; linear ones as
+    """Every weight of the graphs, computed in float32 as the format defines it. Linear weights are
     [out, in]."""
     found: dict[str, Any] = {}
     weights = {}
@@ -486,8 +486,8 @@ KEPT = {
     "name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral")
 )
 def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
-    """The dequantized weights have the bits of the gguf library's, and every backend decodes the
-    same tokens."""
+    """The dequantized weights equal those of the gguf library bit for bit, and every backend
+    decodes the same tokens."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
     directory = export_engine(path, tmp_path / "kept", *SIZES, "--check")
     plain = export_engine(
@@ -628,8 +628,8 @@ def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> Non
 def test_quantizing_again_finds_levels_over_the_same_range(
     tmp_path: Path, kind: str, option: str
 ) -> None:
-    """The stored levels and scales give the values of the file. A notice says that this is not so
-    for all files."""
+    """The stored levels and scales give the values of the file. A notice says that this does not
+    hold for all files."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
     options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
     result = succeed(
@@ -869,7 +869,7 @@ def test_heads_of_layers_that_differ_are_refused(tmp_path: Path, heads: list[Any
 TABLE = json.loads((Path(__file__).parent.parent / "data" / "gguf_ends.json").read_text("utf-8"))
 KINDS = {"normal": 1, "control": 3, "user": 4}
 MORE = {"\u2581<EOT>", "<|end_of_turn|>"}
-"""Ends of texts in this table that llama.cpp does not find by name."""
+"""End tokens in this table that llama.cpp does not recognize by name."""
 TEMPLATE = "tokenizer.chat_template"
 
 

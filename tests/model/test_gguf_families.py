@@ -130,7 +130,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "apertus": {"model_type": "apertus", "rms_norm_eps": 1e-3, "hidden_act": "xielu"},
 }
-"""What transformers has by the architecture of a file."""
+"""Config fields of transformers, by the architecture of a file."""
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:

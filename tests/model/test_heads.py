@@ -63,7 +63,7 @@ LAYERS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model shaped so that a state takes two caches, the second one only in part."""
+    """A model shaped so that a state takes two caches, and fills only a part of the second."""
     directory = tmp_path_factory.mktemp("eagle")
     add_tokenizer(
         tiny_models.build(
@@ -100,8 +100,8 @@ def exported(request: pytest.FixtureRequest, model: Path, family_dir: FamilyDir)
 
 
 def write_eagle(head: Path, model: Path, layout: str) -> None:
-    """Write a head of a layout. All layouts but one have a draft vocabulary, and one contains the
-    model's embedding table."""
+    """Write a head with this layout. All layouts but one have a draft vocabulary, and one contains
+    the model's embedding table."""
     more: dict[str, Any] = {} if layout == "safeailab" else {"draft_vocab": 60}
     if layout == "speculators":
         table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
@@ -144,7 +144,8 @@ def test_kept_prefixes_hold_the_states(exported: Path, backend: str) -> None:
 
 
 def fixed_roots(age: int) -> torch.Tensor:
-    """The root of each position of the text [1, T] at one age. The first positions are younger."""
+    """The root of each position of the text [1, T] at a given age. The first positions are
+    younger."""
     return (torch.arange(len(TEXT)) - age).clamp_min(0)[None]
 
 
@@ -318,7 +319,8 @@ def test_rounds_draft_what_the_paper_says(
 
 
 def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
-    """Rounds of three drafted tokens by the reference are compared with rounds of the engines."""
+    """Rounds that the reference computes with three drafted tokens are compared with rounds of the
+    engines."""
     model = tiny_models.build(
         tmp_path / "model", 97, layers=7, damping=0.3, seed=0, head_dim=12, kv_heads=1
     )

@@ -44,8 +44,8 @@ class Stored:
     Attributes:
         tensors: Its tensors by suffix.
         values: The dequantized weight [out, in], in float32.
-        levels: Its levels [in, out]: signed if no zero points are stored; for floating-point
-            numbers, their bits.
+        levels: Its levels [in, out]. They are signed if no zero points are stored. For
+            floating-point formats, they are the bits.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -75,7 +75,8 @@ class Scheme:
 
 
 def words(values: NDArray[np.int64], bits: int) -> torch.Tensor:
-    """Values [rows, columns] as int32 words of several columns, the first in the lowest bits."""
+    """Pack values [rows, columns] into int32 words. A word has several columns, the first one in
+    the lowest bits."""
     per = 32 // bits
     parts = values.reshape(len(values), -1, per) << (bits * np.arange(per))
     return torch.from_numpy(parts.sum(-1).astype(np.uint32).view(np.int32))
@@ -90,8 +91,8 @@ def integers(
     symmetric: bool,
     ordered: bool,
 ) -> tuple[Stored, NDArray[np.int64], NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
-    """A weight of integers without tensors; its unsigned levels, zero points and scales
-    [groups, out]; the groups of inputs."""
+    """A random integer weight, still without tensors; its unsigned levels; its zero points and
+    scales [groups, out]; and the group of each input."""
     middle = 1 << (bits - 1)
     most = 1 << bits
     group = inputs if group == -1 else group
@@ -184,8 +185,8 @@ def floats(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
 ) -> Store:
-    """FP8 with one scale for these numbers of outputs and inputs (None: all), in a tensor of this
-    name, type and shape."""
+    """FP8 with a scale for each block of ``rows`` outputs and ``columns`` inputs (None for all).
+    The scales are in a tensor of this name, type and shape."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         bits = random.integers(0, 127, (outputs, inputs)).astype(np.uint8) | (
@@ -213,7 +214,7 @@ def floats(
 
 
 def nvfp4(divided: bool) -> Store:
-    """NVFP4 with a divisor for all scales, as in compressed-tensors, or with a factor, as in
+    """NVFP4 with one divisor for all scales, as in compressed-tensors, or one factor, as in
     ModelOpt."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
@@ -365,8 +366,8 @@ Pair = tuple[Path, Path, dict[str, NDArray[Any]]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A function that returns a checkpoint with packed weights, one with their values, and the
-    levels [in, out] by name."""
+    """A function that returns a checkpoint with packed weights, a checkpoint with the same weights
+    unpacked, and the levels [in, out] by name."""
     plain = build(
         Family("plain", "qwen2", {"intermediate_size": 128}), tmp_path_factory.mktemp("plain")
     )
@@ -490,8 +491,8 @@ def test_export_computes_with_the_levels(
 def test_levels_are_packed_straight_from_the_checkpoint(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """``--model`` and the quick check of every export do so. The bytes are those of a build from
-    ``weights.bin``."""
+    """``--model`` and the quick check of every export do so. The result has the same bytes as a
+    build from ``weights.bin``."""
     quantize = "nvfp4" if name == "nvfp4" else None
     packed, values, _ = pairs("awq" if quantize else name)
     model = values if quantize else packed

@@ -79,7 +79,7 @@ setup.make_library(Path(folder, "library"), Path(folder))
 
 
 def build_for(system: str, machine: str, compiler: str, folder: Path) -> None:
-    """Build the library as the package does there, without a warning."""
+    """Build the library as the package does on this system and machine, without a warning."""
     command = [sys.executable, "-P", "-c", CROSS, str(folder), str(SETUP), system, machine]
     done = subprocess.run(
         command, cwd=SETUP, capture_output=True, text=True, env=os.environ | {"CXX": compiler}
@@ -141,8 +141,7 @@ def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_path: Path) -> None:
-    """The same without AVX-512 and AVX-VNNI: SIMDe's functions for AVX2 take the place of their
-    instructions."""
+    """The same without AVX-512 and AVX-VNNI: SIMDe's AVX2 functions replace these instructions."""
     if "avx2" not in run_sanitized(objects, tmp_path / "own", "1000"):
         pytest.skip("needs a processor with AVX2")
     if subprocess.run(
@@ -157,8 +156,8 @@ def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_
 
 @pytest.fixture(scope="module")
 def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The driver with the kernels that the package builds for ARM, and its output with those of
-    this machine."""
+    """The driver, built for ARM with the kernels of the package, and the driver's output with this
+    machine's kernels."""
     lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
     if lacking:
         pytest.skip(
@@ -201,7 +200,8 @@ def test_kernels_for_arm_give_the_same_bits(
 
 
 def check_products(path: Path) -> None:
-    """Levels with minimums and without, and floats, with one scale for 32 or 16 inputs."""
+    """Products with float weights, and with levels that have a scale for each 32 or 16 inputs, with
+    and without minimums."""
     random = np.random.default_rng(0)
     for int8 in (True, False):
         for form, fine, minimums in (
@@ -218,7 +218,7 @@ def check_products(path: Path) -> None:
 
 
 def check_split_scales(path: Path) -> None:
-    """Scales and minimums with a factor for 256 inputs."""
+    """Scales and minimums that share a factor for each 256 inputs."""
     random = np.random.default_rng(0)
     for fine in (True, False):
         weight = random_weight(random, "bits4", 512, 33, fine, SPLIT, True)
@@ -226,7 +226,8 @@ def check_split_scales(path: Path) -> None:
 
 
 def check_trees(path: Path) -> None:
-    """Nodes of a tree against the specification, in slots that differ from their places."""
+    """Compare the nodes of a tree with the specification. Their slots differ from their places in
+    the tree."""
     layer = Attention()
     text = layer.text(70, [69, 70, 70, 71, 71, 72, 75, 74])
     session = layer.session(layer.write(path), 1, "scalar")
@@ -235,8 +236,8 @@ def check_trees(path: Path) -> None:
 
 
 def check_shared(path: Path) -> None:
-    """A tree after more than a chunk, whose nodes read the chunks of the context together, in
-    float16 and int8 caches."""
+    """A tree after a context of more than one chunk. Its nodes read the context's chunks together,
+    in float16 and int8 caches."""
     for dtype in ("float16", "int8"):
         layer = Attention(dtype=dtype)
         text = layer.text(150, [149, 150, 150, 151, 151, 152])
@@ -253,8 +254,8 @@ def check_rounding(path: Path) -> None:
 
 
 def check_chunks(path: Path) -> None:
-    """A long text against the specification, in one call and token by token, by one thread and
-    two."""
+    """Compare a long text with the specification, in one call and token by token, with one thread
+    and with two."""
     layer = Attention(norms=True)
     text = layer.text(300)
     some = [0, 62, 63, 64, 127, 128, 129, 255, 256, 299]
@@ -266,7 +267,7 @@ def check_chunks(path: Path) -> None:
 
 
 def check_top(path: Path) -> None:
-    """Logits with equal ones."""
+    """Logits with ties."""
     logits = np.rint(np.random.default_rng(0).normal(0, 3, (4, 500))).astype(np.float32)
     logits[0, 3] = np.nan
     logits[1, -1] = 30
@@ -277,8 +278,8 @@ def check_top(path: Path) -> None:
 
 
 def check_experts(path: Path) -> None:
-    """A mixture of a few experts whose weights are divided by their sum, and one with factors of
-    the weights instead."""
+    """A mixture of a few experts whose weights are divided by their sum, and a mixture whose
+    weights are multiplied by factors instead."""
     random = np.random.default_rng(0)
     for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
         own = [
@@ -291,7 +292,7 @@ def check_experts(path: Path) -> None:
 
 
 def check_delta(path: Path) -> None:
-    """Drafts and verify calls in chains and trees, with rejected tokens."""
+    """Check the operator in draft and verify calls, with chains, trees and rejected tokens."""
     check_rounds(path, (2, 4, 20, 17, 3))
 
 
@@ -600,8 +601,8 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Mutants are compiled without the packer, and with stubs for the fast kernels that no
-    processor supports."""
+    """Mutants are compiled without the packer. Stubs replace the fast kernels, and report that no
+    processor supports them."""
     directory = tmp_path_factory.mktemp("stubs")
     made = {name: str(directory / f"{name}.o") for name in operators.KERNELS if name != "scalar"}
     commands = [["g++", "-fPIC", *compiled(name, MISSING), "-o", to] for name, to in made.items()]

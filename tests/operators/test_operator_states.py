@@ -89,7 +89,7 @@ def test_states_are_written_and_carried(
         )
     ).all()
 
-    # The root is in slot 17: the state is that of slot 16.
+    # The root is in slot 17, so the state comes from slot 16.
     drafted = ((one, 17), (one, 18), (one, 19), (other, 31), (other, 0))
     [found] = carry.run(None, {"tokens": tokens(*drafted)})
     np.testing.assert_array_equal(
@@ -210,7 +210,7 @@ def paths_of(count: int) -> NDArray[np.int32]:
 
 
 def rounded(state: NDArray[np.float32], head_dim: int, dtype: str) -> NDArray[np.float32]:
-    """A state in the form of a cache."""
+    """A state, rounded as a cache stores it."""
     if dtype != "int8":
         return state.astype(dtype).astype(np.float32)
     rows = np.zeros((-(-len(state) // head_dim), head_dim), np.float32)

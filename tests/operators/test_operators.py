@@ -185,7 +185,8 @@ def test_two_planes_have_the_bits_and_bytes_of_one(
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: bool) -> None:
-    """Lower halves do not change the result, and lie after the upper ones."""
+    """The lower halves of the levels are stored after the upper halves, and do not change the
+    result."""
     weight = random_weight(seeded("upper"), "upper", 96, 49, False, NARROW, False)
     other = replace(
         weight,
@@ -249,10 +250,10 @@ def test_mixtures(
     weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
     own = experts(count, hidden, inner, *forms)
     mixture = Mixture(own, used, normed, weight, residual, gating)
-    if gating == 2:  # of Gemma 4, whose experts have factors
+    if gating == 2:  # Gemma 4, whose experts have factors
         factors = seeded("factors").normal(0, 1, count).astype(np.float32)
         mixture = replace(mixture, factors=factors)
-    if gating == 3:  # of gpt-oss, whose experts have biases
+    if gating == 3:  # gpt-oss, whose experts have biases
         random = seeded("biases")
         sizes = (2 * inner, hidden)
         inner_bias, bias = (random.normal(0, 2, (count, size)).astype(np.float32) for size in sizes)
@@ -361,8 +362,8 @@ def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
 def test_top_k_of_values_that_are_not_finite(
     tmp_path: Path, names: list[str], value: float
 ) -> None:
-    """Columns are those of the specification, and so never out of range. Without infinities, the
-    log-probabilities are also those of the specification."""
+    """The columns are those of the specification, so they are never out of range. Without
+    infinities, the log-probabilities are also those of the specification."""
     logits = random_logits(seeded("finite"), 5, 300)
     logits[0] = value
     logits[1, ::2] = value
@@ -390,7 +391,7 @@ def test_bad_top_k_is_refused(tmp_path: Path) -> None:
 
 
 def factor_of(values: Any) -> tuple[float, list[int]]:
-    """The first float16 that divides all values, and the integers."""
+    """The first float16 factor of which all values are integer multiples, and these integers."""
     largest = max(values, key=abs)
     if largest == 0:
         return 0, [0] * len(values)
@@ -745,7 +746,7 @@ def unloadable(
     message: str = "cannot load",
     **attributes: Any,
 ) -> None:
-    """Loading a model of one node fails. Attributes that are None are left out."""
+    """Loading a model with a single node fails. Attributes that are None are left out."""
     one_node(
         path,
         kind,
@@ -860,8 +861,8 @@ def test_bad_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Numbers of a weight are changed at random: if they are accepted, the weight has the size that
-    they give."""
+    """Numbers in a packed weight are changed at random. If the result is accepted, the weight has
+    the size that the numbers give."""
     random = np.random.default_rng(5)
     product = Product(parts(seeded(), 64, "bits4"))
     packed = pack(product.parts[0])

@@ -1,5 +1,5 @@
-"""The library of operators as part of the package: built where there is a C++ compiler, missed
-where there is none."""
+"""The library of operators as part of the package: it is built if there is a C++ compiler, and its
+absence is reported if there is none."""
 
 import json
 import os
@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a package is built of, without anything that was built here."""
+    """A copy of the sources of the package, without anything that was built here."""
     copy = tmp_path_factory.mktemp("checkout") / "eesd"
     copy.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
@@ -55,7 +55,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkout: Path, output: Path, kind: str, compiler: str = "c++") -> tuple[Path, str]:
-    """Build a ``wheel`` or ``sdist`` as a frontend does. Returns it and what was said."""
+    """Build a ``wheel`` or ``sdist`` as a frontend does. Returns its path, and the output of the
+    build."""
     code = (
         f"import sys; from setuptools.build_meta import build_{kind} as build; build(sys.argv[1])"
     )
@@ -164,8 +165,8 @@ def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) 
 def test_code_for_some_processors_is_in_no_function_that_others_run(
     tmp_path: Path, name: str
 ) -> None:
-    """The linker keeps one copy of a function of the C++ library that several files have: it may be
-    the one in AVX-512."""
+    """If several object files contain the same function of the C++ library, the linker keeps one
+    copy, which may be compiled for AVX-512."""
     code = f"import setup; sys.stdout.write(' '.join(setup.flags_of('{name}', ['c++'])))"
     stub = "import setuptools, sys; setuptools.setup = lambda **_: None; sys.path.insert(0, '')\n"
     flags = subprocess.run(
@@ -243,6 +244,6 @@ def test_the_doctor_names_the_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
             and "pip install --force-reinstall" in own_operators()
         )
         (tmp_path / "broken.so").write_bytes(b"no library")
-        with monkeypatch.context() as patched:  # undone before the library is there again
+        with monkeypatch.context() as patched:  # undone before the library is restored
             patched.setattr(operators, "LIBRARY", tmp_path / "broken.so")
             assert own_operators().startswith("no: broken.so cannot be loaded")

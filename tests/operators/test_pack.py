@@ -97,7 +97,7 @@ def assert_equal(found: Packed, expected: Packed) -> None:
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("rows, inputs", [(1, 256), (33, 1280)])
 def test_blocks_of_a_file_become_panels(tmp_path: Path, kind: str, rows: int, inputs: int) -> None:
-    """Scales that are integers and factors in the file stay so."""
+    """Integer scales and factors in the file are kept as they are."""
     blocks = random_blocks(kind, rows, inputs)
     packed = pack_gguf(blocks, kind, (rows, inputs))
     levels, scales, minimums = levels_of(kind, blocks)
@@ -121,7 +121,7 @@ def test_a_mapped_tensor_is_packed_in_two_planes(tmp_path: Path) -> None:
 
 
 def in_every_order(array: NDArray[Any]) -> list[NDArray[Any]]:
-    """The same values by rows, by columns, and between others."""
+    """The same values stored by rows, by columns, and with gaps between the values."""
     apart = np.zeros((array.shape[0] + 2, 2 * array.shape[1] + 1), array.dtype)
     between = apart[1:-1, 1::2]
     between[:] = array
@@ -153,7 +153,7 @@ def test_floats_stay_as_they_are(form: int, inputs: int, outputs: int) -> None:
 
 
 def weight(levels: Any = 0, scales: Any = 1, minimums: Any = None, block: int = 32) -> list[Any]:
-    """Levels [64, 3], scales and minimums with some values; arrays keep their own shapes."""
+    """Levels [64, 3], scales and minimums. A number fills the array; an array is used as it is."""
 
     def filled(value: Any, shape: tuple[int, int], dtype: str) -> Any:
         return value if isinstance(value, np.ndarray) else np.full(shape, value, dtype)

@@ -49,7 +49,8 @@ Directory = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """Engines of a kind with more options. Tests must not change them."""
+    """A function that returns the engines of a kind, exported with additional options. Tests must
+    not change them."""
 
     @cache
     def model(kind: str) -> Path:
@@ -121,7 +122,7 @@ def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, i
 
 
 def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
-    """For each operator, the formats of levels that it reads, and their places."""
+    """For each operator, the format and the offset of the levels that it reads."""
     place = build_for_cpu(directory, load_manifest(directory))
     model = onnx.load(str(place / graph), load_external_data=False)
     offsets = {
@@ -191,7 +192,7 @@ def upper_values(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Path) -> None:
-    """The drafts have the logits of a model with these weights."""
+    """The draft's logits are those of a model whose weights are the upper halves."""
     model = build(FAMILIES["llama-bias"], tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     halved = {

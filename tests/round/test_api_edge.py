@@ -298,7 +298,8 @@ def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(
     template = ChatTemplate(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}
     )
-    # An exception in a callback of the collector is ignored. Hypothesis has such a callback.
+    # An exception in a callback of the garbage collector is ignored. Hypothesis has such a
+    # callback.
     gc.disable()
     try:
         for call in (

@@ -173,8 +173,8 @@ def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...])
 
 
 def test_compare_stops_where_told_and_sums_up_several_prompts(engine: Path) -> None:
-    """There is a row for each prompt and one for all, and the prompt above each text. A stop string
-    ends both texts."""
+    """The table has a row for each prompt and a row for all prompts. Each text is printed below its
+    prompt. A stop string ends both texts."""
     options = ("-p", PROMPT, "-p", PROMPT[::-1], "--ignore-eos")
     text = text_of(engine, "-p", PROMPT, "--ignore-eos")
     stopped = succeed(

@@ -217,8 +217,8 @@ def test_bad_json_lines_are_refused(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(text)
-    # Mistakes in the file are found before anything is generated; prompts that the model cannot
-    # take, when it is their turn.
+    # Mistakes in the file are found before anything is generated. A prompt that does not suit the
+    # model is found only when its turn comes.
     assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
 
 

@@ -54,7 +54,8 @@ KINDS = {
     "no groups": (),
 }
 QUICK = [*(("ort", kind) for kind in KINDS), ("torch", "float32"), ("torch", "int4")]
-"""Kinds of ``make test``: torch dequantizes all weights when it loads them."""
+"""Kinds that ``make test`` runs. Two are enough for torch, which dequantizes all weights when it
+loads them."""
 CASES = [(backend, kind) for backend in ("ort", "torch") for kind in KINDS]
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 COUPLED = Sampling(temperature=0.9, seed=4)
@@ -67,8 +68,8 @@ SAMPLED = [
         for kind, name in zip(KINDS, cycle(SAMPLINGS), strict=False)
     ),
 ]
-"""Engines do not depend on sampling: one kind is tested with every sampling, each other kind with
-one."""
+"""Engines do not depend on sampling, so only one kind of engine is tested with every sampling. Each
+other kind is tested with one sampling."""
 CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
 TREES = [
     Speculation("fixed:k=4", tree=3, guard=False),

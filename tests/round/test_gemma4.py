@@ -1,5 +1,6 @@
-"""Gemma 4: layers of other shapes, layers that read the keys and values of other layers, and inputs
-of layers, on each backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
+"""Gemma 4: layers of different shapes, layers that read the keys and values of other layers, and
+per-layer inputs. The tests run on each backend, with chains, trees, batches, prompts in pieces, and
+kept beginnings."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,8 +50,8 @@ CONFIG: dict[str, Any] = SMALL | {
     "num_kv_shared_layers": 2,
     "sliding_window": 40,
 }
-"""Heads have 8 and 12 values, so a head of a cache has 4. torch's products depend on the number of
-rows with 12 inputs, but not with 16."""
+"""Heads have 8 or 12 values, so a head of a cache has 4 values. With 12 inputs, torch's products
+depend on the number of rows; with 16 inputs, they do not."""
 EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 DENSE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
 KINDS = {"inputs": {}, "experts": DENSE | EXPERTS | {"moe_intermediate_size": 24}}
@@ -58,7 +59,8 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def fill(kind: str, path: Path) -> None:
-    """A model, and a head of copied layers: the draft leaves out layers of small weights."""
+    """Write a model, and a head of copied layers. The draft skips layers whose weights are
+    small."""
     model = FamilyCase("gemma4_text", CONFIG | KINDS[kind], 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

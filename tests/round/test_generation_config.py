@@ -1,5 +1,5 @@
-"""The sampling options of ``generation_config.json`` are the default. Explicit options win, and
-what is ignored is reported."""
+"""The sampling options of ``generation_config.json`` are the default. Explicit options take
+precedence, and ignored options are reported."""
 
 import json
 import shutil

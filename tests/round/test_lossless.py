@@ -46,8 +46,8 @@ CONTROLLERS = {
     "cost-aware-ts": "default_harness",
     "random": "harness",
 }
-"""With the engine of each case: half of them run on the default engine, half on ONNX Runtime's own
-operators."""
+"""The fixture with the engine of each case. Half of the cases run on the default engine, half on
+ONNX Runtime's own operators."""
 ENGINES = pytest.mark.parametrize(
     ("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")]
 )
@@ -288,7 +288,8 @@ def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) ->
 
 @pytest.mark.parametrize("rest", [1, 7, 20])
 def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> None:
-    """The verifier also fills the exit head's cache, so a draft that paused misses nothing."""
+    """The verifier also fills the exit head's cache, so nothing is missing after a pause of the
+    draft."""
     rested, logits = recording_drafts(harness.workspace())
     session = harness.session(
         PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=PauseUntil(rest), workspace=rested
@@ -304,8 +305,8 @@ def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> N
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
-    """Compared with a run that always drafts: from the first common beginning of a round, both runs
-    are equal."""
+    """The run is compared with one that always drafts. From the first position after the pause at
+    which both begin a round, the runs are equal."""
     always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
     rested = harness.session(
         PROMPTS[0],

@@ -1,7 +1,7 @@
 """The classic mistakes of speculative decoding, made on purpose. Each must make its check fail.
 
-Most mutants are the runtime's own source with one expression replaced. If such an expression is
-rewritten, the mutation fails until it is rewritten, too, so it always tests something.
+Most mutants are the runtime's own source with one expression replaced. If the runtime changes such
+an expression, the test fails until its mutation is adapted. So no mutation silently tests nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent
     ("edits", "widths"),
     [
         pytest.param([UNSCALED], [2, 3], id="residual not renormalised between siblings"),
-        # Inversion draws from the residual at any scale, so in a chain that must be broken, too.
+        # Inversion works with a residual of any scale, so in a chain ``_draw`` must be broken, too.
         pytest.param(
             [UNSCALED, ("_draw", " * cumulative[-1]", "")],
             [1],
@@ -190,7 +190,7 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, onnx_graph, "_write_draft", "if head.draft_vocab:", "if False:")
-    # It would refuse a graph without the map.
+    # This build would refuse a graph without the map.
     monkeypatch.setattr(tiny_models, "build_for_cpu", lambda *_: None)
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     ids = tuple(DRAFT_VOCAB.tolist())
@@ -376,8 +376,8 @@ def test_a_mistake_in_the_tree_is_caught(
     width: int,
     options: Sampling,
 ) -> None:
-    """A compaction that moves nothing, or to the wrong place; positions in draft order; siblings
-    that see each other."""
+    """The mistakes are a compaction that moves nothing or to the wrong place, positions in draft
+    order, and siblings that attend to each other."""
     if owner is not None:
         new = new.replace("targets", "list(range(start, start + len(sources)))")
         mutate(monkeypatch, owner, name, old, new)

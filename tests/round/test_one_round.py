@@ -76,7 +76,7 @@ def test_architecture_shows_the_round_of_the_example() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_controller_in_another_loop_changes_the_seconds_and_not_the_tokens(name: str) -> None:
-    """The seconds are those of the toy, not of the machine."""
+    """The seconds come from the cost constants of the toy, not from the machine."""
     toy = run_path(str(LOOP))
     plain = [3]
     for position in range(3, 303):
@@ -101,9 +101,9 @@ def test_another_loop_needs_no_engine_and_the_default_controller_is_fastest() ->
 
 
 class Gpu:
-    """Answers ``tests/support/tensorrt/fake.cpp``: a line has a method of the fake of TensorRT's
-    Python API, the number of an object, and arguments. A call is checked at once, and computed when
-    the program waits."""
+    """Answers ``tests/support/tensorrt/fake.cpp``: each line names a method of the fake of
+    TensorRT's Python API, and has the number of an object and the arguments. A call is checked at
+    once, but computed only when the program waits."""
 
     def __init__(self) -> None:
         self._trt = fake.module("tensorrt")

@@ -85,7 +85,7 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
     step = positions[0, :, None].numpy() * np.spacing(reference.inv_freq.numpy())
     for ours, theirs in zip(tables, reference(torch.zeros(1), positions), strict=True):
         difference = np.abs(ours - theirs[0, :, :64].numpy()) / reference.attention_scaling
-        # Yarn adds two of these frequencies, and angles are rounded, too.
+        # YaRN adds two such frequencies, and the angles are rounded, too.
         assert (difference <= 4 * step + 1.2e-7).all()
         assert (difference.max(0) > 1.2e-7).sum() <= 1
 
@@ -151,7 +151,8 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
 
 
 def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
-    """Judge checkpoints; none may differ. Returns the numbers of exact and refused ones."""
+    """Judge all cases; none may give different tokens. Returns the numbers of exact and of refused
+    cases."""
     results = Counter[str]()
     tokens = 0
     different = list[str]()
@@ -180,7 +181,7 @@ def test_a_checkpoint_is_computed_as_transformers_does_or_refused(
 
 def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of transformers."""
-    # The default implementation of experts in transformers takes no odd sizes on a CPU.
+    # transformers' default implementation of experts does not accept odd sizes on a CPU.
     reference: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, experts_implementation="eager"
     )
@@ -193,7 +194,8 @@ def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("number", slow_but(list(range(16)), 0, 3))
 def test_exported_engines_generate_the_tokens_of_transformers(tmp_path: Path, number: int) -> None:
-    """Everything from config.json to tokens: export with its own check, ONNX Runtime, drafting."""
+    """All steps from config.json to tokens: the export with its check, ONNX Runtime, and
+    drafting."""
     supported = (
         case for case in cases(100, seed=8) if _is_supported(case, tmp_path / f"trial-{case.seed}")
     )
@@ -228,11 +230,11 @@ def _is_supported(case: Case, directory: Path) -> bool:
 
 
 FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
-"""Numbers of checkpoints of each family in the thorough grid; by default the usual ones."""
+"""Number of checkpoints of each family in the thorough grid; 0 for the usual numbers."""
 
 
 def test_internlm3_as_published_is_that_of_transformers(tmp_path: Path) -> None:
-    """The config has the model's own names of two fields and of the class."""
+    """The config uses the model's own names for two fields and for the class."""
     case = FamilyCase("internlm3", SMALL | {"attention_bias": True, "mlp_bias": True}, 1)
     config = case.write(tmp_path) / "config.json"
     saved = load_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Logit bias, presence and frequency penalty, and tokens that end a text follow their definitions,
+"""Logit bias, penalties for presence and frequency, and end tokens follow their definitions,
 whatever is drafted."""
 
 from collections import Counter
@@ -48,7 +48,7 @@ def plain(request: pytest.FixtureRequest, engine: Path) -> LLM:
 
 
 def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
-    """Greedy tokens from the model's logits, one by one."""
+    """Greedy tokens, chosen one by one from the model's logits, by definition."""
     tokens = list(PROMPT)
     for _ in range(COUNT):
         with llm.session(tokens, max_new_tokens=1) as session:

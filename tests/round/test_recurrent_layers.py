@@ -1,5 +1,5 @@
-"""Short convolutions (LFM2) and the gated delta rule (Qwen3.5): states of drafted tokens that are
-rejected leave no trace, on each backend, in chains and trees, batches, pieces of prompts and kept
+"""Short convolutions (LFM2) and the gated delta rule (Qwen3.5): the states of rejected tokens leave
+no trace. This holds on each backend, with chains, trees, batches, prompts in pieces, and kept
 beginnings."""
 
 import json
@@ -94,8 +94,8 @@ KINDS = {
 
 
 def fill(kind: Kind, path: Path) -> None:
-    """A model, and a head that is its last layer: the draft leaves out a recurrent layer of small
-    weights."""
+    """Write a model, and a head that is its last layer. The draft skips a recurrent layer whose
+    weights are small."""
     model = FamilyCase(kind.model_type, SIZES | kind.options, 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -103,7 +103,7 @@ def test_statistics_that_are_lost_are_an_error(engine: Path) -> None:
 def test_no_file_takes_the_place_of_a_closed_stream(
     engine: Path, text_model: Path, tmp_path: Path
 ) -> None:
-    """Output of libraries would end up in the weights."""
+    """If a file took the place of the stream, output of libraries would end up in the weights."""
     options = (
         "--model",
         text_model,
@@ -143,7 +143,7 @@ SLOW = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
 
 @pytest.mark.parametrize(("name", "number"), [("run", signal.SIGINT), ("distill", signal.SIGTERM)])
 def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_path: Path) -> None:
-    """A slow click stands for all slow imports."""
+    """A slow import of click represents all slow imports."""
     (tmp_path / "click.py").write_text(SLOW)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     pipe = subprocess.PIPE
@@ -216,8 +216,8 @@ def test_an_interrupt_while_one_is_handled() -> None:
 
 
 def test_a_storm_of_interrupts(engine: Path) -> None:
-    """After signals at any moment of a command, even several, the exit code is the shell's, or the
-    work ends; there is no traceback."""
+    """After any number of signals at any moment, a command completes, or ends with the shell's exit
+    code. It never shows a traceback."""
     for delay in (0.05, 0.5, 1.1, 1.8):
         line = [
             sys.executable,

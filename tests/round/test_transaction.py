@@ -200,8 +200,8 @@ def test_a_controller_that_fails_while_drafting_leaves_nothing(
 def test_a_controller_learns_after_the_commit(
     harness: Harness, width: int, sampling: Sampling
 ) -> None:
-    """If it fails in an observation, the round is committed: the observed outcome is the
-    session's."""
+    """If the controller fails while it observes a round, the round is already committed, so the
+    observed outcome and the session agree."""
     expected = generated(
         harness.session(
             PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS

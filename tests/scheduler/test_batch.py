@@ -75,8 +75,8 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
 def test_rows_beside_others_draft_trees(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None
 ) -> None:
-    """Trees are as wide as alone, and the tokens are those of plain decoding. The load determines
-    which nodes are left out."""
+    """Trees are as wide as without a batch, and the tokens are those of plain decoding. The load
+    determines which nodes are left out."""
     other = llm.with_speculation(Speculation(tree=3, drafter="exit"))
     given = [request for request in requests(24) if request.sampling.method != "rejection"]
     expected = [alone(llm, request) for request in given]
@@ -129,7 +129,8 @@ def test_texts_over_small_caches_get_the_bits_that_they_get_alone(harness: Harne
 
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
-    """The bits of the logits are equal for all drafts, other rows and pieces of the prompt."""
+    """The bits of the logits do not depend on drafts, on other rows or on the pieces of the
+    prompt."""
     found = [logprobs(llm, *sizes) for sizes in ((0, 1, 256), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]
@@ -435,7 +436,7 @@ fill = CACHE.fill
 
 def half(kv_cache: Any, start: int, values: Values) -> None:
     values = values.copy()
-    # Values that an earlier request left there may be the same.
+    # Zeros, because values that an earlier request left there may be right.
     values[..., values.shape[3] // 2 :, :] = 0
     fill(kv_cache, start, values)
 

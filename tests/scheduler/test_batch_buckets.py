@@ -42,7 +42,8 @@ TREES = Speculation(tree=3)
 
 @dataclass
 class Steps:
-    """Calls over several rows, as rows, nodes and slots, and the needs of the longest row of each.
+    """Recorded calls over several rows, each as (rows, nodes, slots), and the calls that the
+    longest rows need.
 
     Attributes:
         verify, draft: The calls of each engine.
@@ -181,7 +182,7 @@ def test_an_exact_batch_has_one_node_count_and_reads_whole_caches(planned: Path)
 def padded_device(
     directory: Path, speculation: Speculation = CHAINS, exact: bool | None = False
 ) -> Iterator[LLM]:
-    """An LLM of torch on the CPU with the calls and caches of a GPU."""
+    """A torch LLM on the CPU that uses the calls and caches of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         pad(patch)
         yield load(directory, "torch", speculation=speculation, threads=1, exact=exact)
@@ -245,7 +246,7 @@ def test_tokens_are_those_of_plain_decoding_on_the_cpu(
 
 
 def call(llm: LLM, kv_cache: Any, length: int, count: int) -> Call:
-    """A call of ``count`` nodes of a row with a text of ``length`` tokens."""
+    """A call with ``count`` nodes, in a row that has a text of ``length`` tokens."""
     llm.engines.verify.forward(
         [Call(kv_cache, [7, *range(3, length + 2)], range(length), 0, logits=False)]
     )

@@ -76,7 +76,7 @@ def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(
 ) -> None:
     given = list(requests(8, seed=3))
     other = request.getfixturevalue(name)
-    # The second time with prefixes.
+    # Requests of the second half find kept prefixes.
     records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)
     # Rejection sampling depends on the drafts.
     llm = request.getfixturevalue("llm") if name == "staged" else other
@@ -146,7 +146,7 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
     """They are copied from a cache to one row and then to another, in memory that grows. A row that
-    starts again holds no old values."""
+    starts again has no old values."""
     manifest = replace(harness.manifest, dtype=dtype)
     streams = device_streams(1, "cpu")
     first, second = (RowMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
@@ -228,7 +228,7 @@ def planned(shared: Shared) -> Path:
 
 @pytest.fixture(scope="module")
 def planned_whole(shared: Shared) -> Path:
-    """The same with a draft of all layers in 4 bits."""
+    """The same, with a draft that is all layers in 4 bits."""
     return shared("late-rows-whole", partial(fill, whole=True)) / "plans"
 
 
@@ -310,7 +310,7 @@ def test_a_mistake_on_a_gpu_is_noticed(
         try:
             scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
         except EESDError as error:
-            assert "max_rows 1" in str(error)  # the check of rows notices it
+            assert "max_rows 1" in str(error)  # the check of rows refuses it
             return
         found = []
         for seed in range(10):

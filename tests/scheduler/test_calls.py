@@ -1,5 +1,5 @@
-"""One call for any sequences: each token has the bits that it has alone, and prompts run together
-with decoding rows."""
+"""Calls of several sequences in one pass: the bits of each token are the same as alone, and prompts
+run together with decoding rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from eesd.runtime.request import Request
 from eesd.runtime.session import Session
 
 TEXTS = (37, 5, 90)
-"""Tokens of the texts."""
+"""Lengths of the texts, in tokens."""
 
 
 def load_own(directory: Path) -> LLM:
@@ -93,7 +93,8 @@ class Texts:
         )
 
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The bits of a call of the text alone, and the written values, which are then removed."""
+        """The bits of the text's call run alone, and the values that it writes, which are then
+        removed."""
         [outputs] = self.engine.forward([call])
         found = bits(outputs)
         written = self.written(call)

@@ -43,7 +43,7 @@ def ask(model: Any, client: str) -> None:
         assert text == run.final_output
         return text
 
-    if model is chats:  # a response that max_output_tokens ends is an error of the SDK
+    if model is chats:  # the SDK raises an error if max_output_tokens ends a response
         show(client, "chat", lambda: final(COUNT))
         show(client, "stream", lambda: loop.run_until_complete(streamed()))
     show(client, "object", lambda: final(ROOM, output_type=City))

@@ -1,6 +1,6 @@
-"""What the programs of this folder request from each client. Each program runs in an environment
-with its clients and without this project: ``python PROGRAM URL MODEL`` prints a JSON line with the
-result of each call."""
+"""The requests that the programs in this folder make through each client. Each program runs in an
+environment with its clients and without this project: ``python PROGRAM URL MODEL`` prints a JSON
+line with the result of each call."""
 
 import json
 import os

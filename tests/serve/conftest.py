@@ -19,7 +19,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="package")
 def lined(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With a model that has a token for new lines, and a chat template of a few letters."""
+    """A server whose model has a token for new lines, and a chat template of a few letters."""
     with served(
         with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans", SHORT_TEMPLATE)
     ) as running:

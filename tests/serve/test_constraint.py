@@ -184,7 +184,7 @@ def test_paths_may_come_in_any_order(llm: LLM) -> None:
     draw = random.Random(0)
     committed = list[int]()
     for _ in range(40):
-        # Paths that are not committed, some of which are not allowed.
+        # These paths are never committed, and some are not allowed.
         for _ in range(draw.randrange(4)):
             path = [*committed, *draw.choices(range(97), k=draw.randrange(4))]
             assert allowed(made, path) == allowed(constraint("json", schema, llm), path)
@@ -440,7 +440,7 @@ def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
     assert not may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\u')
     only = constraint("json", {"const": "\x07"}, llm)  # can be written only as an escape
     assert may_begin(only, llm, '"\\u0007"')
-    assert may_begin(constraint("regex", '"\\\\u00e9"', llm), llm, '"\\u00e9"')  # no JSON of ours
+    assert may_begin(constraint("regex", '"\\\\u00e9"', llm), llm, '"\\u00e9"')  # not our grammar
 
 
 @pytest.mark.parametrize(
@@ -531,8 +531,8 @@ def test_what_no_token_can_write_is_an_error_and_no_short_text(
 
 
 class Words:
-    """EOS and tokens of one to thirty letters, as in real vocabularies, in the form that llguidance
-    needs."""
+    """A vocabulary in the form that llguidance needs: EOS, and tokens of one to thirty letters, as
+    in real vocabularies."""
 
     eos_token_id = 0
     bos_token_id = None

@@ -511,7 +511,7 @@ def test_it_fits_a_phone(browser: Browser, server: Served, scheme: Any) -> None:
         page.goto(server.url)
         expect(page.locator("#model")).to_contain_text("up to")
         ask(page, "ab ab ab " + "x" * 60, compare=True)
-        # Generate was below the form.
+        # The Generate button was below the form.
         expect(page.locator("#output .tokens span").first).to_be_in_viewport()
         expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
         assert page.locator("html").evaluate("page => page.scrollWidth") <= 320

@@ -99,8 +99,8 @@ def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> None:
-    """Words may come neither at the beginning of the text nor after a space; a word of several
-    tokens may begin."""
+    """A forbidden word appears neither at the beginning of the text nor after a space, but its
+    first token may appear alone."""
     options: dict[str, Any] = {
         "max_tokens": 60,
         "temperature": 1.5,
@@ -268,7 +268,7 @@ def test_a_stop_string_ends_no_text_before_min_tokens(
     text = decode(ids)
 
     def whole_with(letters: int) -> int:
-        """The number of tokens that add this many letters. Special tokens add none."""
+        """The number of tokens that add this many letters. Special tokens add no letters."""
         return next(count for count in range(COUNT + 1) if len(decode(ids[:count])) >= letters)
 
     for start in (0, 3, 6, 10):
@@ -398,8 +398,7 @@ def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | 
 
 
 def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
-    """Requests are whole and streamed, greedy and sampled, long and short, and some clients
-    leave."""
+    """Some requests are streamed, sampled or long, some are not, and some clients disconnect."""
 
     def one(number: int) -> None:
         prompt = PROMPT[: 3 + number % 12]

@@ -92,7 +92,7 @@ def test_who_leaves_the_queue_is_forgotten(
             waiting = raw(server, "/v1/completions", {**LONG, "stream": stream})
             eventually(lambda: server.metric("vllm:num_requests_waiting") == 1)
             waiting.close()
-            # While the batch is held, before any update for the client that left.
+            # The batch is held, and has sent no update for the client that left.
             eventually(lambda: server.serving.active == 1)
             held.release()
             assert running.recv(1000).startswith(b"HTTP/1.1 200 ")
@@ -104,8 +104,8 @@ def test_who_leaves_the_queue_is_forgotten(
 def test_who_does_not_read_is_cancelled(
     server: Served, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    """The answer is larger than all buffers on its way, so the server has to wait, and waits for a
-    second. Then it closes the connection, which the client could keep open for ever."""
+    """The answer is larger than all buffers on its way, so the server has to wait. After a second
+    it closes the connection, which the client could keep open for ever."""
     body = {
         "prompt": ["abc"] * 16,
         "max_tokens": 250,
@@ -143,7 +143,8 @@ def test_a_slow_body_is_a_408(server: Served) -> None:
 )
 def test_a_head_that_is_never_complete_is_dropped(server: Served, begun: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        # After an answered request: a kept connection has the same limit.
+        # The connection has answered a request before, because a kept connection has the same
+        # limit.
         if begun:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
             received = b""

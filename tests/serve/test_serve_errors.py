@@ -181,7 +181,7 @@ def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) ->
 @pytest.mark.parametrize("item", ["a", 1.5, [], None])
 @pytest.mark.parametrize("good", [1, "b", [1]])
 def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
-    """Messages for each item and each form of a prompt would take seconds and gigabytes."""
+    """A message for each item and each form of a prompt would take seconds and gigabytes."""
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate(
             {

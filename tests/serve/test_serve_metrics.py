@@ -127,8 +127,8 @@ def test_every_number_is_recounted(engine: Path) -> None:
 
 
 def samples(text: str) -> dict[str, float]:
-    """The numbers of /metrics with their labels, those of the process, buckets and times of
-    creation left out."""
+    """The values in /metrics, by name and labels. Values of the process, buckets and creation times
+    are left out."""
     found = {}
     for family in text_string_to_metric_families(text):
         for one in family.samples:

@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "serving"
 
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Served]:
-    """With keys, open metrics, two hosts, two names of the model, and pages of one origin."""
+    """A server with keys, open metrics, two hosts, two model names, and one origin of pages."""
     hosts = ("127.0.0.1", "Api.Example.com")
     origins = ("https://chat.example.com",)
     options = ServeOptions(

@@ -44,7 +44,7 @@ def raw_events(lined: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Types without their common prefix, and each run of deltas as one entry."""
+    """Types of the events, without their common prefix. A run of deltas is one entry."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [
         name

@@ -31,7 +31,7 @@ from eesd.serve.triton.repository import (
 
 CLIENT = Path(__file__).parent.parent / "support" / "triton_client.py"
 LONG = 900
-"""Tokens of a text that is still being written when something happens to it."""
+"""Length, in tokens, of a text that is still being generated when something happens to it."""
 RUNNING = {"text_input": "import os\n", "max_tokens": LONG, "stream": True, "ignore_eos": True}
 
 
@@ -430,8 +430,8 @@ def test_a_killed_stub_answers_again_after_a_reload(
         os.kill(stub, signal.SIGKILL)
         errors = {answers[-1]["error"] for answers in client.all()}
         if server.process.poll() is None:
-            # Triton tells only clients whose request still waited for the stub: all clients need a
-            # time limit.
+            # Triton reports this only to clients whose request still waited for the stub, so all
+            # clients need a time limit.
             assert {error for error in errors if "is not healthy" not in error} == {"timeout"}, (
                 server.log.read_text()
             )
@@ -448,7 +448,7 @@ def reload_killed(python: Path, server: TritonServer) -> None:
 
     def is_refused() -> bool:
         (answers,) = Client(python, server, [{"inputs": RUNNING}], seconds=3).all()
-        return "not healthy" in answers[0]["error"]  # until the server has noticed, a timeout
+        return "not healthy" in answers[0]["error"]  # a timeout until the server detects it
 
     eventually(is_refused, 60)
     ready = "/v2/models/eesd/ready"

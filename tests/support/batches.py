@@ -107,7 +107,7 @@ def arrive_at_random(llm: LLM, count: int) -> list[Record]:
     """Requests arrive and are cancelled at random, with little memory, so that they wait for rows
     and for memory.
 
-    Each gets its tokens without a batch, or a prefix of them.
+    Each request gets the tokens that it gets without a batch, or a prefix of them.
     """
     random = np.random.default_rng(1)
     scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))

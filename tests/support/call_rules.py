@@ -61,7 +61,7 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """How often the host waits, and how often it launches an engine's work as a graph or as a
+    """Numbers of the host's waits, and of its launches of an engine's work as a graph and as a
     call."""
 
     waits: int

@@ -123,7 +123,8 @@ class Case:
         dtype: Type of the weights.
         tie: Storage of embeddings and LM head, one of :data:`TIES`.
         files: Storage of the weights, one of :data:`FILES`.
-        odd_tensors: Whether there are tensors unknown to the architecture, one of them of integers.
+        odd_tensors: Whether there are tensors unknown to the architecture, including an integer
+            tensor.
         seed: Seed of the weights.
     """
 
@@ -152,7 +153,7 @@ class Case:
         names = sorted(tensors)
         shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
         for file, part in shards.items():
-            # Reading the shards would give another model.
+            # The shards have other values, so reading them would give another model.
             changed = 1.25 if self.files != "sharded" else 1.0
             save_file(
                 {name: _scaled(tensors[name], changed) for name in part},

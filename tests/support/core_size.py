@@ -43,7 +43,7 @@ NOT_CODE = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | (?<![0-9a-fA-F])'(?:\\.|[^'\\])+' | "(?:\\.|[^"\\])*" """,
     re.S | re.X,
 )
-"""Comments, characters and strings of C++. A quote after a digit separates digits."""
+"""C++ comments, character literals and string literals. A quote after a digit separates digits."""
 
 
 def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:

@@ -76,7 +76,8 @@ class Layer:
         verify: bool = True,
         context: int = -1,
     ) -> Floats:
-        """Run tokens from a slot on: a chain, or those that see these slots after a context."""
+        """Run tokens in the slots from ``first`` on: as a chain or, with ``paths``, as nodes that
+        see these slots after a context."""
         count = len(x)
         rows = np.zeros((count, 5), np.int64)
         rows[:, 0] = cache.ctypes.data
@@ -96,8 +97,8 @@ class Layer:
 
 
 def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
-    """A prompt in pieces, then chains and trees that are drafted and verified, and rejected in
-    part; after each round the kept tokens' records move together, as caches do."""
+    """Run a prompt in pieces, then chains and trees that are drafted, verified and rejected in
+    part. After each round the records of the kept tokens are moved together, as in caches."""
     path.mkdir(exist_ok=True)
     layer = Layer(path, sizes, "")
     text = layer.tokens(90, 2)
@@ -111,7 +112,7 @@ def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
     wrong = layer.tokens(8, 3)
     root = 69
     for accepted, tree in ((0, False), (2, False), (3, True), (1, True), (0, True), (2, False)):
-        if tree:  # two children of the root, then two of the second: wrong ones come first
+        if tree:  # two children of the root and two of the second child; wrong ones come first
             drafted = np.stack([wrong[0], text[root + 1], wrong[1], text[root + 2]])
             paths = [[1], [2], [2, 3], [2, 4]]
             order = [2, 4]

@@ -229,12 +229,13 @@ class Reference:
 def train(
     directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20
 ) -> None:
-    """Train a head in place on greedy texts of the model: cross-entropy on the model's most likely
-    tokens, from its states, and again from the head's outputs (training-time test).
+    """Train a head in place on greedy texts of the model. The loss is cross-entropy on the model's
+    most likely tokens; the head's input is the model's states, and then its previous outputs
+    (training-time test).
 
     Args:
         directory: Directory of the head.
-        model: The model, of transformers.
+        model: The transformers model.
         layers: The layers that the head reads, counted from 1.
         steps: Steps of Adam, with 4 texts each.
         length: Tokens of a text. The first three are random.

@@ -2,8 +2,8 @@
 
 It answers the runtime's calls to ``torch.cuda``, so tests run the same code as a GPU does.
 
-* A stream is a queue. Its work is done later, in its order, interleaved with the work of other
-  streams as a seed decides.
+* A stream is a queue. Its work is done later, in order, and a seed determines how it is interleaved
+  with the work of other streams.
 * A host that reads results before it has waited for them reads garbage.
 * A CUDA graph repeats the captured work at the captured addresses.
 * Device memory begins as garbage. Freed memory is overwritten in the order of its stream, because
@@ -14,8 +14,8 @@ It answers the runtime's calls to ``torch.cuda``, so tests run the same code as 
 
 Threads take turns (``turns.py``). Each has its current device and streams, and its capture.
 
-Not covered: captures that several streams join, the order of kernels within one pass of an engine,
-and that CUDA's default stream waits for some others: here it is a stream like all other streams.
+Not covered are captures that several streams join, the order of kernels within one pass of an
+engine, and the waits of CUDA's default stream. Here it is a stream like all others.
 """
 
 import gc
@@ -195,9 +195,9 @@ class Machine:
         captures: Unfinished captures of all threads.
         turns: May switch threads at every call; None with one thread.
         log: All calls, in order.
-        eagerness: Chance that a call of the host advances a queue. 0: work is done only when the
+        eagerness: Chance that a call of the host advances a queue. At 0, work is done only when the
             host waits for it. Set by tests.
-        loyalty: Chance that a stream for which the host waits runs before others, if it can.
+        loyalty: Chance that the stream for which the host waits runs first, if it can.
         breaking: Number of captured pieces of work before one fails; None: none fails.
     """
 
@@ -292,8 +292,8 @@ class Machine:
             pass
 
     def step(self, streams: Sequence[Stream] | None = None) -> bool:
-        """Do the next piece of work of one of the streams, or of any. Returns whether there was
-        one."""
+        """Do the next piece of work of one of ``streams``, or of any stream. Returns whether there
+        was a piece."""
         found = [
             stream
             for stream in streams or self.streams.values()
@@ -366,7 +366,7 @@ class Machine:
 
     def release(self, block: Block) -> None:
         self.memory.give(block.offset, block.size, block.owner)
-        # Never captured: later writes of the next owner are not part of a graph.
+        # Never captured, because later writes by the next owner are not part of a graph.
         if isinstance(block.owner, Stream):
             address = self.memory.bytes.data_ptr() + block.offset
             size = block.size

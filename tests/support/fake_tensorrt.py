@@ -52,8 +52,8 @@ def write_plans(
     Returns the manifest.
 
     A call processes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The
-    plans are for GPUs of these compute ``capabilities``; empty: any. If ``stripped``, they have no
-    weights, and their graphs are beside them.
+    plans are for GPUs of these compute ``capabilities``; if empty, for any GPU. If ``stripped``,
+    they have no weights, and their graphs are beside them.
     """
     manifest = load_manifest(directory)
     plans = {}
@@ -290,7 +290,7 @@ class IExecutionContext(Fake):
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
         first = most if name == "logit_rows" else self._engine._batch
-        # A prefill computes logits of one node.
+        # A prefill computes the logits of one node.
         if not 1 <= shape[0] <= (1 if self._profile else first):
             return False
         if name == "attn_mask" and not self._engine._least <= shape[3] <= self._engine._slots:

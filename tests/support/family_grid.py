@@ -237,8 +237,9 @@ def _gemma3(rng: random.Random, sizes: Options) -> Options:
 
 
 def _gemma4(rng: random.Random, sizes: Options) -> Options:
-    """Of the three published kinds: with inputs of layers and shared caches; dense, with values
-    equal to keys; with experts next to the MLP. Also what none of them has."""
+    """Options of one of the three published kinds: with per-layer inputs and shared caches; dense,
+    with values equal to keys; with experts next to the MLP. A fourth kind combines options that no
+    published model combines."""
     layers = rng.choice((3, 5, 7))
     heads = sizes["num_attention_heads"]
     kind = rng.choice(("inputs", "dense", "experts", "any"))

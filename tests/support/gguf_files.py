@@ -50,7 +50,7 @@ class Spec:
         head_dim: Values of a head.
         experts: For llama: ``together`` for joint tensors of all experts, ``apart`` for separate
             ones, as in old files; empty for none.
-        types: Types of single tensors.
+        types: Types of individual tensors.
         metadata: Keys to add or, with None, to remove.
         tensors: Tensors to add or, with None, to remove.
     """

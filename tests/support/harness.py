@@ -55,7 +55,7 @@ class Harness:
     matter.
 
     Attributes:
-        exact_trees: Whether a tree's nodes have the same bits as their path as a chain.
+        exact_trees: Whether the nodes of a tree get the same bits as the same path run as a chain.
     """
 
     def __init__(self, directory: Path, standard: bool = True) -> None:

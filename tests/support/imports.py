@@ -53,7 +53,7 @@ def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
 
 
 def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
-    """A module and everything that it imports, directly or indirectly, but not through the modules
+    """A module and everything that it imports, directly or indirectly, except through the modules
     in ``without``."""
     found = set[str]()
     waiting = [start]

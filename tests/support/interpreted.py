@@ -77,7 +77,7 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
 
 def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> float:
     """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a
-    token differs. The first of equal logits must win, and NaN must come before all numbers."""
+    token differs. Among equal logits the first must win, and NaN must rank above all numbers."""
     logits = (4 * torch.randn((*rows, size))).to(dtype)
     logits[..., 1::5] = 0
     logits[..., 2::5] = -0.0
@@ -94,7 +94,8 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 
 
 def all_best() -> list[float]:
-    """Results for one part and many, full and not full, and for one row and many."""
+    """Results for one row and for several, and for one part and for several, whose last part is
+    full or not."""
     narrow = torch.bfloat16
     wide = torch.float32
     part = torch_fused.PART
@@ -119,7 +120,7 @@ def levels_of(stage: Any) -> dict[str, Any]:
 
 
 def equal_bits(directory: Path) -> bool | None:
-    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: the verify
+    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None if the verify
     engine does not compute by rows."""
     manifest = replace(load_manifest(directory), max_tree_nodes=torch_fused.MOST_NODES - 1)
     verify, _ = open_torch(directory, manifest, 1, False, "cpu", kernels=True)

@@ -34,7 +34,7 @@ class Setting:
     """Options of an LLM: a verify graph in ``stages`` on ``devices`` GPUs, with this
     ``speculation``. With ``few_slots``, attention may read only the first slots; with ``deep``, the
     exit head reads deep states; with ``whole``, the draft is the whole model in 4 bits.
-    ``flavour``: of the plans, or ``torch``. ``exact``: as in ``eesd.load``."""
+    ``flavour`` is the flavour of the plans, or ``torch``; ``exact`` is as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -81,8 +81,8 @@ QUICK = (
     "tree of the whole model by torch",
     "tree in 3 stages on 2 GPUs by torch",
 )
-"""Settings of ``make test``: each field at least once, with plans and with torch. Other settings
-combine the same fields."""
+"""Settings that ``make test`` uses. Each field occurs at least once, with plans and with torch.
+Other settings combine the same fields."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""

@@ -1,5 +1,5 @@
-"""Checks of models whose layers differ, on an export with drafts: tokens and caches equal plain
-decoding's, and values equal transformers'."""
+"""Checks of models whose layers differ, on an export that can draft: tokens and caches equal those
+of plain decoding, and values equal those of transformers."""
 
 import json
 from collections.abc import Sequence

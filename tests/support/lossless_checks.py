@@ -180,7 +180,7 @@ class MadeUp:
     def rows(
         self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]
     ) -> NDArray[np.float32]:
-        """The logits [nodes, V] after some nodes."""
+        """The logits [nodes, V] that follow the given nodes."""
         return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(
             np.float32
         )
@@ -270,8 +270,8 @@ def check_same_tokens(
 ) -> Stats:
     """Drafting changes nothing, while the cache grows. Returns the statistics of the drafting run.
 
-    The logits after every committed token are compared, too: chains change no bit, and trees change
-    no more than rounding does; on the default engine, trees also change no bit.
+    The logits after every committed token are compared, too. Chains change no bit. Trees change no
+    bit on the default engine, and no more than rounding on other engines.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)
@@ -377,8 +377,8 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
-    """Call ``step``, and interrupt it at the ``line``-th executed line of session and round.
-    Returns whether this line was reached."""
+    """Call ``step``, and interrupt it at the ``line``-th line that it executes in the session or
+    the round. Returns whether this line was reached."""
     left = line
     files = {
         part.__code__.co_filename
@@ -408,7 +408,7 @@ def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
 
 def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
     """A step may be interrupted at every line: the session still counts its tokens correctly and
-    ends with the same ones."""
+    ends with the same tokens."""
     expected = generated(make())
     line = 1
     while True:

@@ -27,7 +27,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new
 def then(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]
 ) -> None:
-    """Append an action on its object to a method without a result."""
+    """Make a method that returns nothing also run an action on its object at the end."""
     original = getattr(owner, name)
     monkeypatch.setattr(
         owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0]

@@ -1,4 +1,4 @@
-"""An engine's calls over one cache."""
+"""Engines whose calls all use one cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +39,8 @@ class OnCache:
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
-    """The verify and the draft engine of a directory over one cache of ``slots`` slots, and the
-    cache."""
+    """The verify engine and the draft engine of a directory, which share one cache of ``slots``
+    slots; and this cache."""
     engines = open_engines(
         directory, load_manifest(directory), EngineOptions(backend, 1, draft=True)
     )

@@ -295,7 +295,7 @@ def check_product(
 def gated_in_float64(
     gate: NDArray[np.float64], up: NDArray[np.float64], gating: int
 ) -> NDArray[np.float64]:
-    """The activated gate times up."""
+    """The activated gate, multiplied by up."""
     inner = gate
     if gating == 2:
         inner = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
@@ -309,7 +309,8 @@ def gated_in_float64(
 
 @dataclass
 class Mixture:
-    """A mixture of experts with gate, up and down each, with random inputs of :data:`MOST` rows."""
+    """A mixture of experts, each with gate, up and down projections, and random inputs of
+    :data:`MOST` rows."""
 
     experts: list[list[Weight]]
     used: int
@@ -428,12 +429,13 @@ def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]
 
 
 UNWRITTEN = -1
-"""Byte in all cells that no token may read. Of four int8 cells, it makes the scale NaN."""
+"""Byte in all cells that no token may read. In an int8 cache, four such bytes are a scale that is
+NaN."""
 
 
 class Cache:
-    """Caches of layers in the operators' form, filled with forbidden numbers: reading an unwritten
-    slot shows."""
+    """Caches of layers in the operators' form, filled with forbidden numbers, so that a test
+    detects the reading of an unwritten slot."""
 
     def __init__(
         self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32"
@@ -455,8 +457,8 @@ class Cache:
             return
         self.keys = self.array.reshape(*shape, self.width, 16)[:, 0]
         self.values = self.array.reshape(layers, 2, kv_heads, slots, self.width)[:, 1]
-        # Cells beside a head's values are multiplied but not used, so NaN must not be next to
-        # them.
+        # Cells after a head's values are multiplied, though the results are not used, so they must
+        # not be NaN.
         self.keys[..., head_dim:, :] = 0
         self.values[..., head_dim:] = 0
 
@@ -576,7 +578,7 @@ class Attention:
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
-        """A chain of ``nodes`` tokens, and then nodes with these parents (numbers of tokens)."""
+        """A chain of ``nodes`` tokens, and then nodes with these parents (indices of tokens)."""
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv = self.random.normal(0, 1.2, (nodes + len(parents), width)).astype(np.float32)
         paths = [list(range(node + 1)) for node in range(nodes)]
@@ -649,7 +651,7 @@ class Attention:
 
 
 def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over consecutive tokens of a text, in the slots of their numbers: qkv, tokens,
+    """A call over consecutive tokens of a text, each in the slot of its position: qkv, tokens,
     paths."""
     tokens = [(text.cache.address, t, t, t + 1, 0) for t in range(first, last)]
     return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), [[] for _ in tokens]

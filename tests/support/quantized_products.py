@@ -13,7 +13,7 @@ from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 
 ROWS = (1, 5, 16, 33, 70)
-"""Numbers of rows: one for each number of groups, and the last one in two programs."""
+"""Numbers of rows: one or more groups, in one program; the last number needs two programs."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ def all_checked(device: str) -> dict[str, dict[str, Any]]:
 
 
 def checked(case: Case, of: str, device: str) -> dict[str, Any]:
-    """The error of products relative to exact ones with the dequantized weights, and whether rows
-    depend on each other.
+    """The error of products, compared with exact products with the dequantized weights, and whether
+    rows depend on each other.
 
-    ``error`` is the largest difference, in units of the error that rounding once to the type of the
-    activations, and float32 sums, explain.
+    ``error`` is the largest difference, divided by the error that float32 sums and one rounding to
+    the activations' type can cause.
     """
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, of)

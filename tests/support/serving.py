@@ -41,7 +41,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        # Without certificates, which are slow to read.
+        # No certificates, because reading them is slow.
         return httpx2.Client(base_url=self.url, timeout=60, verify=False)
 
     @property

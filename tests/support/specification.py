@@ -1,8 +1,8 @@
 """The operators of this project in NumPy: a second implementation of
 ``runtime/operators/SPECIFICATION.md``, bit for bit.
 
-Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so
-each operation here is one step of a sum for all of them.
+Everything is float32, rounded once in each step. An array has one column or head per lane, so each
+operation here is one step of the sums of all lanes.
 """
 
 from dataclasses import dataclass, field
@@ -132,7 +132,8 @@ class Weight:
 
     @property
     def read(self) -> Floats:
-        """The levels as products read them. For an upper plane: the values of the upper 4 bits."""
+        """The levels as products read them. In an upper plane, these are the values of the upper 4
+        bits."""
         if self.form == "upper":
             return (self.levels - self.levels % 16 + 7.5).astype(np.float32)
         return self.levels.astype(np.float32)
@@ -169,8 +170,8 @@ def round_blocks(x: Floats) -> Rounded:
 
 
 def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
-    """Levels of rows [..., n], the largest of each being ``most`` or -most, and their scales
-    [...]."""
+    """Levels of rows [..., n], and the scales of the rows [...]. The largest level of a row is
+    ``most`` or -most."""
     largest = np.abs(x).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest >= SMALLEST, np.float32(most) / largest, np.float32(0))
@@ -266,8 +267,8 @@ def mixture(
     biases: tuple[Floats, Floats] | None = None,
     factors: Floats | None = None,
 ) -> Floats:
-    """``experts`` has gate, up and down of each; ``biases`` those of gate and up [E, 2 I] and of
-    down [E, H]; ``factors`` [E] those of the weights."""
+    """``experts`` has the gate, up and down projections of each expert, ``biases`` the biases of
+    gate and up [E, 2 I] and of down [E, H]. ``factors`` [E] multiply the experts' weights."""
     found, weights = route(logits, used, normed)
     if factors is not None:
         weights = weights * factors[found]
@@ -284,7 +285,7 @@ def mixture(
 
 @dataclass(frozen=True)
 class Heads:
-    """Parameters of attention besides its inputs."""
+    """Parameters of attention, apart from its inputs."""
 
     heads: int
     kv_heads: int
@@ -335,8 +336,8 @@ class Heads:
         return x
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
-        """Attention of a token's rotated queries [heads, D] to keys and values [KV, positions, D]
-        in the order of positions."""
+        """Attention of a token's rotated queries [heads, D] to keys and values [KV, positions, D],
+        added in the order of positions."""
         group = self.heads // self.kv_heads
         seen = keys.shape[1]
         keys = np.repeat(keys, group, 0)
@@ -376,7 +377,7 @@ class Heads:
 
 def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floats]:
     """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most
-    128 positions. The first ``absent`` are absent."""
+    128 positions. The first ``absent`` positions are left out."""
     most = scores[:, max(absent, 0) :].max(1)
     weights = exponential(np.minimum(scores - most[:, None], 0))
     weights[:, : max(absent, 0)] = 0
@@ -416,7 +417,7 @@ class Rule:
     Attributes:
         key_heads, value_heads, key_dim, value_dim: Its sizes.
         weights: Weights of the convolution [mixed, taps].
-        decay, bias: Logarithms of decays, and what is added to their inputs, [value_heads].
+        decay, bias: Logarithms of the decay rates, and the biases of their inputs, [value_heads].
         norm: Weight of the norm [value_dim].
         epsilon: Epsilon of the norm.
     """

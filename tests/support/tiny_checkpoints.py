@@ -119,8 +119,8 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Set all parameters to random values: norms of one and biases of zero would not show whether
-    they are applied."""
+    """Set all parameters to random values: with norm weights of one and biases of zero, a test
+    could not detect whether they are applied."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

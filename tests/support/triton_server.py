@@ -112,7 +112,7 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
 
 def _wait(server: TritonServer) -> None:
     end = time.monotonic() + START_SECONDS
-    # Triton reports ready before its metrics service, the last to start, listens.
+    # Triton reports that it is ready before its metrics service, which starts last, listens.
     while not (server.ready() and server.ready("/metrics", server.metrics)):
         assert server.process.poll() is None and time.monotonic() < end, server.log.read_text()
         time.sleep(0.1)

@@ -72,7 +72,7 @@ Api = dict[str, Any]
 
 
 def signatures(module: ModuleType) -> Api:
-    """The classes and enums of a module, as far as it has them."""
+    """The signatures of those :data:`CLASSES` and :data:`ENUMS` that a module has."""
     classes = {name: _members(getattr(module, name)) for name in CLASSES if hasattr(module, name)}
     enums = {name: _enum(module, name) for name in ENUMS if hasattr(module, name.split(".")[0])}
     return {"version": module.__version__, "classes": classes, "enums": enums}

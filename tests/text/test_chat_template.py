@@ -1,5 +1,5 @@
-"""Chat prompts are those of transformers, with plain content too. A template can neither hang the
-process, fill its memory, nor escape from it."""
+"""Chat prompts equal those of transformers, also if the content is plain text. A template can
+neither hang the process, fill its memory, nor escape from it."""
 
 import json
 import threading
@@ -30,7 +30,7 @@ PARTS = [
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
 ]
 READ_PARTS = {"gemma3", "llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
-"""Templates that read the parts of a content. The others receive one text."""
+"""Templates that read the parts of a content. Other templates receive the content as one text."""
 
 
 def write_tokenizer(directory: Path, config: Any) -> Path:
@@ -545,8 +545,8 @@ def sentencepiece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """A vocabulary in which special tokens compete with letters, and a mark precedes words only at
-    the beginning of a text."""
+    """A vocabulary in which special tokens compete with letters. The mark before a word is added
+    only at the beginning of a text."""
     tokenizer = Tokenizer(
         models.Unigram([("<unk>", 0.0), *((name, -1.0) for name in [*SPECIAL, *PIECES])], 0, True)
     )

@@ -67,7 +67,7 @@ def test_every_rule_is_compared() -> None:
 
 
 def test_digits_and_empty_lines_of_an_export(tmp_path: Path) -> None:
-    """transformers does not have the rule ``smollm``, and silently uses another."""
+    """transformers does not have the rule ``smollm``, and silently uses another rule."""
     tokens = [*VOCABULARY[:-1], "ĊĊ"]
     merges = [*MERGES[:-1], "Ċ Ċ"]
     metadata = {PRE: "smollm", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
@@ -130,7 +130,7 @@ def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str
 @pytest.mark.parametrize(
     ("metadata", "text", "ids"),
     [
-        # Runs of spaces, with the scores and the order of Llama 2 and Mistral.
+        # Runs of spaces, whose scores and order are those of Llama 2 and Mistral.
         (
             with_ties(["\u2581" * count for count in (2, 4, 8, 3, 5, 6, 7)]),
             "a" + 9 * " ",
@@ -163,7 +163,8 @@ def test_equal_scores_that_cannot_matter_are_read(
 def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
     tmp_path: Path, metadata: dict[str, Any]
 ) -> None:
-    """The tokenizers library merges one piece before the other, wherever they are in a text."""
+    """Of two pieces with equal scores, the tokenizers library always merges the same one first,
+    wherever they are in the text."""
     with pytest.raises(EESDError, match=r"scores that do not say which .* convert the model"):
         gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
 

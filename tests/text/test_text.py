@@ -1,4 +1,5 @@
-"""Streams never show a stop string. Failures of chat templates and tokenizers end in a sentence."""
+"""Streams never show a stop string. If a chat template or a tokenizer fails, the error is one
+sentence."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -261,7 +262,8 @@ class Kind:
         """The tokens with the bytes of U+FFFD instead of each broken byte, and without half a
         character at the end.
 
-        The decoder's result for them is the text: all bytes are valid, so it drops none.
+        Decoding these tokens gives the text, because all their bytes are valid and the decoder
+        drops none.
         """
         silent = (None, "<s>", "</s>")
         names = [
@@ -352,8 +354,8 @@ def test_text_without_broken_bytes_is_what_the_decoder_writes(
 
 
 def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It grows neither with the prompt nor with the later tokens: a token is decoded together with
-    the previous token."""
+    """The cost grows neither with the prompt nor with the number of later tokens, because a token
+    is decoded together with only the previous token."""
     sizes = [0]
     decode = kind.codec.decode
 
@@ -416,7 +418,7 @@ def made(text: Sequence[int]) -> SuffixAutomaton:
 
 
 def texts(count: int = 150, longest: int = 30) -> list[Text]:
-    """Random texts over alphabets of all sizes. The smallest ones repeat often."""
+    """Random texts over alphabets of all sizes. Texts over small alphabets repeat often."""
     random = np.random.default_rng(0)
     return [
         tuple(random.integers(1 + n % 6, size=random.integers(longest)).tolist())
@@ -430,7 +432,7 @@ def ends(text: Text, part: Text) -> list[int]:
 
 
 def searched(text: Text, part: Text, most: int) -> list[Continuation]:
-    """The continuation after ``part``, by definition."""
+    """The continuation after ``part``, computed by definition."""
     path: list[Continuation] = []
     while len(path) < most:
         while part and ends(text, part) == [len(text)]:

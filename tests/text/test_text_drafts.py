@@ -62,8 +62,8 @@ def test_the_tokens_are_those_of_plain_decoding(
     drafter: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chains keep every bit of the logits. The text is right, wrong, or mixed with the exit head's
-    drafts."""
+    """Chains keep every bit of the logits. Drafts from the text are right, wrong, or mixed with
+    drafts of the exit head."""
     plain = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=40))
     monkeypatch.setattr(TextIndex, "propose", knowing([*REPEATING, *plain]))
     share = 1.0 if drafter == "text" else 0.5

@@ -207,7 +207,7 @@ def with_gaps(backend: Tokenizer) -> Tokenizer:
 
 
 def random_config(chance: random.Random) -> dict[str, Any]:
-    """A ``tokenizer_config.json`` with a few fields, most of them like in published files."""
+    """A ``tokenizer_config.json`` with a few fields, most of them as in published files."""
     names = ["<s>", "</s>", "<unk>", "<|end|>", "<|new|>", "<|odd|>", "<|code|>", "the"]
 
     def token() -> Any:

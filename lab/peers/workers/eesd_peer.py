@@ -60,8 +60,8 @@ class Contestant:
             return session.tokens[len(prompt) :], seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Returns the
-        seconds."""
+        """Fill the cache from position ``start`` on, and compute the logits of the last token.
+        Returns the seconds."""
         from eesd.runtime.engines.base import Call
 
         verify = self.llm.engines.verify

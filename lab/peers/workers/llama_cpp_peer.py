@@ -140,8 +140,8 @@ class Plain:
                 return tokens, seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Returns the
-        seconds."""
+        """Fill the cache from position ``start`` on, and compute the logits of the last token.
+        Returns the seconds."""
         started = time.perf_counter()
         self.lib.llama_memory_seq_rm(self.memory, 0, start, -1)
         decode(self.lib, self.context, tokens, start, every=False)
@@ -255,4 +255,4 @@ def _drop(level: int, text: bytes, data: int) -> None:
 
 
 SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_drop)
-"""llama.cpp calls it as long as the process lives."""
+"""llama.cpp can call this function as long as the process lives, so it is never freed."""

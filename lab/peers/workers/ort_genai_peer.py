@@ -2,8 +2,8 @@
 quantized GGUF files.
 
 The nearest form is used: transformers dequantizes the file, and the builder quantizes it again in
-blocks of 32. The weights get 4 bits if most weights of the file have about 4, and zero points if
-these have minimums.
+blocks of 32. The weights get 4 bits if most weights of the file have about 4 bits, and zero points
+if those weights have minimums.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 PACKAGE = "onnxruntime-genai"
 LOOKUP_NGRAM = 3
-"""The limit of drafts stays at its default, 4 tokens."""
+"""Length of the n-gram. Drafts keep their default limit of 4 tokens."""
 MOST_BITS_OF_INT4 = 6.0
 INT8 = ["block_size=32"]
 
