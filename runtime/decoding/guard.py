@@ -24,8 +24,8 @@ class Terms:
         allowance: Amount added to every account for each committed token.
         most: Maximum balance: with it, earlier gains pay for at most one bad text.
         margin: Gain that a drafting round must exceed, because measurement errors can be as large.
-        doubt: Number of rounds without luck that are added to the observed rounds when luck is
-            averaged, because a few rejections prove nothing.
+        doubt: Number of imagined rounds with zero luck that count in the average of luck, because a
+            few rejections prove nothing.
         memory: Time constant of an account's memory: rounds or, during a pause, tokens.
         trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
             balance must cover to end a pause. A first call may take ten times as long as later

@@ -475,7 +475,8 @@ class _Prepared:
         steps: Prepared calls, by first row, number of rows, nodes and slots that attention reads,
             and ``only_caches``.
         loops: Prepared draft chains, by row and number of slots.
-        staging: Cache in which the prompts of fixed rows run. Made for the first such prompt.
+        staging: Cache in which prompts run if fixed memory has several rows. Made for the first
+            such prompt.
     """
 
     pool: object

@@ -2,8 +2,8 @@
 cannot change them.
 
 A call has one token in plain decoding, several in a round, and many in prefill. The logits have the
-same bits only if the kernels add in an order that depends neither on the number of rows of a call
-nor on the size of the cache. The check runs calls of all three kinds.
+same bits only if the kernels add numbers in an order that depends neither on the number of rows of
+a call nor on the size of the cache. The check runs calls of all three kinds.
 """
 
 from collections.abc import Callable, Iterator

@@ -15,9 +15,9 @@ NODES = (1, 3)
 def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
     """Compare calls over several rows with calls over each row alone. Takes a dozen calls.
 
-    A kernel may add in an order that depends on the size of a call. The known kernels do not add in
-    such an order (docs/decisions/0058-rows-do-not-depend-on-each-other.md), but other processors
-    have other kernels.
+    A kernel may add numbers in an order that depends on the size of a call. The known kernels do
+    not (docs/decisions/0058-rows-do-not-depend-on-each-other.md), but other processors have other
+    kernels.
 
     Args:
         engine: The verify engine.

@@ -478,8 +478,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Sum:
-    """Hidden states x, and the term that a block adds to them, until the next norm computes the
-    sum.
+    """Hidden states x, and a term of a block that the next norm adds to them.
 
     Attributes:
         x: Hidden states [B, n, hidden].

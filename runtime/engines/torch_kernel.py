@@ -9,9 +9,9 @@ multiplies every group by these weights. Sums are float32; another kernel adds t
 parts, always in the same order, and rounds once.
 
 A row's bits depend neither on the other rows nor on their number: every group is a product of the
-same shape, whose sums run over the inputs in the same order, and the parts depend only on the
-weight. Nothing is tuned at run time. The number of groups only determines how many rows share each
-read of the levels.
+same shape, which sums over the inputs in the same order. The parts depend only on the weight.
+Nothing is tuned at run time. The number of groups only determines how many rows share each read of
+the levels.
 
 Levels are stored in the order in which tensor cores read them. A 32-bit word has eight 4-bit
 levels, or four 8-bit levels, of one output. The inputs of these levels are a fixed distance apart,
