@@ -186,5 +186,5 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON value. It names the files made with these options."""
+    """SHA-256 of a JSON value, such as the options that files are named after."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

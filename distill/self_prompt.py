@@ -24,7 +24,7 @@ MAX_TOKENS = 256
 """Maximum number of tokens in a turn. Longer turns are dropped, because the model does not end
 them."""
 MAX_FAILURES = 8
-"""Number of consecutive files without a prompt after which the model is assumed to write no
+"""After this number of consecutive files without a prompt, the model is assumed to write no
 prompts."""
 
 

@@ -205,7 +205,7 @@ def discard(place: Path) -> str:
     """Remove an engine directory of the cache, unless it holds a file that no EESD command wrote.
 
     Returns:
-        The reason if it is kept, or "".
+        The reason for keeping it, or "".
     """
     remove_leftovers(place)
     return remove_directory(place, partial(foreign, name=place.name))

@@ -423,7 +423,7 @@ def choose_quantization(
 
 
 def _is_large(checkpoint: Checkpoint | Outline) -> bool:
-    """Whether reading the draft's weights takes so long that a 4-bit copy pays."""
+    """Whether reading the draft's weights takes so long that a 4-bit copy pays off."""
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 

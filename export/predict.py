@@ -49,7 +49,7 @@ class Hardware:
         attained: Share of the bandwidth that a pass attains.
         attained_operations: Share of the operations that a pass attains.
         launch: Seconds of a kernel in addition to its work.
-        host: Seconds in each call that the host takes while the device waits.
+        host: Seconds of each call in which the device waits for the host.
         node: Seconds of each node after the first in each block.
         link: Bytes per second that a device receives from other devices in its machine.
         gather: Seconds until each device has a few bytes from all other devices.

@@ -1,2 +1,2 @@
-"""The torch modules (decoder, exit head, draft and verify), and the reader of Hugging Face
+"""The torch modules (decoder, exit head, draft and verify modules), and the reader of Hugging Face
 checkpoints."""

@@ -1,6 +1,6 @@
 """Read a Hugging Face ``config.json`` as transformers reads it.
 
-Every field is applied, known to have no effect, or refused by name. Unknown fields are reported,
+Every known field is applied, has no effect, or is refused by name. Unknown fields are reported,
 because transformers ignores them.
 """
 

@@ -1,7 +1,7 @@
 """Present the model in a GGUF file as a Hugging Face checkpoint: fields of ``config.json``, and
 tensors by name.
 
-Every key of the architecture is applied, known to have no effect, or refused by name. If llama.cpp
+Every key of the architecture is applied, has no effect, or is refused by name. If llama.cpp
 uses a value that transformers ignores, such as the scaling of rotary frequencies, this module
 follows llama.cpp.
 """

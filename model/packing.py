@@ -2,7 +2,7 @@
 of several publishers.
 
 Only weights are affected. Activations and KV caches keep the engine's element type, even if a
-config wants them quantized.
+config specifies their quantization.
 """
 
 from collections.abc import Mapping

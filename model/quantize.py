@@ -16,8 +16,8 @@ uint4, a minimum.
   block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
 With four bits, clipping the largest weights of a block can be better than coarse levels for all
-weights, hence the search: each candidate is rounded, and then gets the scale and the minimum that
-fit its levels best, in closed form.
+weights. That is why scales are searched: each candidate is rounded, and then gets the scale and the
+minimum that fit its levels best, in closed form.
 
 The order of additions depends neither on the number of weights nor on the processor, so levels are
 the same everywhere.
@@ -189,7 +189,8 @@ def _float8(values: Floats) -> NDArray[np.uint8]:
     bits = sizes.view(np.int32)
     large = np.right_shift(bits, 20)
     large &= 1
-    # Adding these bits rounds the lower bits away: to the nearest number, and ties to even.
+    # With these bits added, cutting off the lower bits rounds to the nearest number, and ties to
+    # even.
     large += (1 << 19) - 1
     large += bits
     large >>= 20

@@ -1,5 +1,5 @@
-"""Mistral: Llama with a window over all layers, which has no effect on shorter texts. llama.cpp
-calls it llama."""
+"""Mistral: Llama with a window in all layers, which has no effect on texts shorter than the window.
+llama.cpp calls it llama."""
 
 from eesd.common.checks import shown
 from eesd.model.family import Family, Own, Sizes, take_window

@@ -80,7 +80,7 @@ def check_loaded(
     """Check files that are about to be loaded. This takes milliseconds, because large files are
     checked by samples.
 
-    The samples tell files of different models apart. They rarely show a change of single bytes;
+    The samples tell files of different models apart. Samples rarely show a change of single bytes;
     :func:`verify_hashes` does.
 
     Args:
