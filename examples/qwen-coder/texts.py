@@ -2,9 +2,9 @@
 
     texts.py DIRECTORY ... -o texts/ [--prompts 2000] [--held-out 72] [--seed 1]
 
-The directories hold Python files: of the standard library, of installed packages, of checkouts. The
-results are ``prompts.jsonl`` (code to continue, code to fill in, questions about code), and
-``validation.jsonl``, the same from other files.
+The directories contain Python files, for example from the standard library, installed packages or
+checkouts. The results are ``prompts.jsonl`` (code to continue, code to fill in, questions about
+code), and ``validation.jsonl``, with prompts of the same kinds from other files.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from pathlib import Path
 from textwrap import dedent
 
 LINES = range(5, 41)
-"""Range of the lines of a function or class that prompts are made from."""
+"""Number of lines of the functions and classes that prompts are made from."""
 MOST_CHARACTERS = 1200
-"""Longer prompts take more time to read than to continue."""
+"""The model takes more time to read a longer prompt than to continue it."""
 SIZES = range(800, 200_000)
 """Source files with fewer or more characters are skipped."""
 QUESTIONS = (
@@ -41,7 +41,7 @@ def sources(directories: list[Path], random_: random.Random) -> list[str]:
 
 
 def definitions(text: str) -> Iterator[tuple[str, str, str]]:
-    """Name, docstring and lines of each short function or class of a file."""
+    """Name, docstring and lines of each short function or class in a file."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
