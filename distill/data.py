@@ -60,7 +60,7 @@ class Rows:
         return Rows(self.tokens[:count], self.lengths[:count], count)
 
     def without(self, count: int) -> "Rows":
-        """The rows after the first ``count`` rows, which must be primary."""
+        """All rows except the first ``count``, which must be primary rows."""
         return Rows(self.tokens[count:], self.lengths[count:], self.num_primary - count)
 
     def digest(self, count: int | None = None) -> str:

@@ -321,7 +321,7 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 
 
 def count_fused(trt: Any, network: Any) -> tuple[int, int]:
-    """Count the attentions and the cache updates of a network that will run as one kernel each.
+    """Count the attentions and the cache updates of a network that will each run as one kernel.
 
     An attention that must not be decomposed becomes one kernel, or the build fails.
 

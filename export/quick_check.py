@@ -148,7 +148,7 @@ class _Step(NamedTuple):
 
 def _steps(manifest: Manifest) -> list[_Step]:
     steps = [_Step("verify", manifest.verify, 0, TOKENS)]
-    # A packed draft that reads half of each level differs by design.
+    # A packed draft that reads half of each level is not compared: its logits differ by design.
     if manifest.exit_head.can_draft and not halved_weights(manifest):
         steps.append(_Step("draft", [manifest.draft], TOKENS, TOKENS + DRAFTED))
     return steps

@@ -8,7 +8,7 @@ uint4, a minimum.
   TensorRT-RTX multiply by int8 weights directly.
 * ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
-* ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
+* ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. A search finds the scale.
 * ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have
   the scale of its largest weight.
 * ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16
