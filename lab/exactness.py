@@ -2,10 +2,10 @@
 
 For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
 with one thread. This gives the expected bits. Then every kernel of this processor decodes it with
-one and two threads: plainly; with draft chains, draft trees and a tree budget; with other chunks of
-the prompt; and in batches, with and without kept prefixes. All logits after each committed token
-are compared; for a batch, the tokens and their most likely alternatives with log-probabilities.
-Prompts are random tokens, so every part of the vocabulary occurs."""
+one and two threads: plainly; with draft chains, draft trees and a tree budget; with other chunk
+sizes for the prompt; and in batches, with and without kept prefixes. All logits after each
+committed token are compared; for a batch, the tokens and their most likely alternatives with
+log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -105,7 +105,7 @@ class Load:
         return response
 
     def wrong(self) -> list[str]:
-        """The requests with a text that differs from plain decoding alone."""
+        """The requests whose text differs from that of plain decoding without other requests."""
         found = []
         for request, texts in self.texts.items():
             alone = {**json.loads(request), "draft": False, "cache_salt": "alone"}

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files_of(action: Callable[[], object]) -> list[Path]:
-    """The files of this project whose lines an action runs, in order. A file that runs twice in a
-    row is listed once."""
+    """The files of this project that an action executes, in order. A file that runs twice in a row
+    is listed once."""
     files = list[Path]()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -94,7 +94,7 @@ class Result(Saved):
 
     @property
     def costs(self) -> CostModel | None:
-        """The cost model that counted the seconds; None if they were measured."""
+        """The cost model that gave the seconds; None if they were measured."""
         name = self.options.get("costs")
         return COST_MODELS[name] if name else None
 

@@ -1,8 +1,9 @@
 """Compare every rule for cutting texts with llama.cpp on thousands of texts. It needs
 llama-cpp-python.
 
-Texts are odd, and vocabularies reveal where a text is cut. ``--write`` writes the expected results
-of ``tests/text/test_gguf_tokenizer.py``: hashes of llama.cpp's token ids.
+The texts are unusual, and the vocabularies are such that the token ids show where a text is cut.
+``--write`` writes the expected results of ``tests/text/test_gguf_tokenizer.py``: hashes of
+llama.cpp's token ids.
 
     PYTHONPATH=tests python -m lab.gguf_tokenizers [--texts 2000] [--vocabulary M.gguf] [--write]
 """

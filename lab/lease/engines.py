@@ -30,7 +30,7 @@ from eesd.runtime.engines.torch_weights import has_kernels
 
 TOP_K = 8
 BLOCK = 32
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 JOINT = (
     "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "self_attn.o_proj",

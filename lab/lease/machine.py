@@ -21,7 +21,7 @@ SERVING = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def describe(lease: Lease) -> dict[str, Any]:
-    """Names, versions, and three figures on which the constants of docs/predict.md rest."""
+    """Names, versions, and three figures on which the constants of docs/predict.md are based."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

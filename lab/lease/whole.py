@@ -138,8 +138,8 @@ def scripted(
 
 
 def variant(name: str, lease: Lease) -> dict[str, Any]:
-    """Tokens per second plainly, and with the default controller and drafts that are right at each
-    rate."""
+    """Tokens per second of plain decoding, and of the default controller with drafts that are right
+    at each rate."""
     options = VARIANTS[name]
     if options.get("levels") and not lease.on_gpu:
         return {"skipped": "4-bit products need a GPU"}

@@ -2,7 +2,7 @@
 runtimes that batch.
 
 Each contestant is a separate process, and waits while another runs. At concurrency n, n clients
-request one text after another. All contestants take turns, and then repeat.
+request one text after another. All contestants take a turn, and this is repeated.
 """
 
 import statistics

@@ -233,8 +233,8 @@ class Comparison:
         return float(process.ask("load", path=contestant.path, options=settings)["seconds"])
 
     def _replace_load(self, load: Load) -> None:
-        """Replace the load of a contestant in a process. A resumed process keeps the larger peak of
-        its two runs."""
+        """Replace the recorded load of a contestant in a process. A resumed process keeps the
+        larger peak of its two runs."""
         key = (load.contestant, load.process)
         self.result.loads = [
             old for old in self.result.loads if (old.contestant, old.process) != key

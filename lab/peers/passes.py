@@ -42,8 +42,8 @@ class Pass:
         contestant: Its name, or :data:`MEMORY` for reading alone.
         threads: CPU threads.
         behind: Tokens in the cache.
-        rows: Tokens of a pass, each with its logits. With an empty cache, the tokens of a prompt,
-            of which only the last has logits.
+        rows: Number of tokens in a pass, each with its logits. With an empty cache, the number of
+            tokens in a prompt, of which only the last has logits.
         seconds: Seconds of each pass.
         bytes: Weights, keys and values that a pass reads.
     """

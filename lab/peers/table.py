@@ -64,7 +64,8 @@ def _conditions(result: Result) -> list[str]:
 
 
 def _kinds(result: Result) -> dict[str, list[Prompt]]:
-    """Prompts by column: each kind, and all greedy texts of several kinds."""
+    """Prompts by column of the table: a column for each kind and, if several kinds have greedy
+    texts, a column for all these texts."""
     found: dict[str, list[Prompt]] = {}
     for prompt in result.prompts:
         found.setdefault(prompt.kind, []).append(prompt)
@@ -139,7 +140,8 @@ def _costs(result: Result, members: Sequence[Contestant]) -> list[str]:
 
 
 def same_tokens(result: Result, contestant: Contestant) -> str:
-    """Median common prefix with plain greedy decoding; empty for plain decoding itself."""
+    """Median length of the common prefix with plain greedy decoding; empty for plain decoding
+    itself."""
     plain = next(
         (c for c in result.contestants if c.peer == contestant.peer and c.is_plain), contestant
     )

@@ -174,7 +174,7 @@ def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
 
 def dialogues(checkout: Path) -> list[list[str]]:
     """Dialogues in random order: the turns of user and assistant. The first ``DIALOGUES`` are
-    prompts, the rest are read."""
+    prompts; the model reads all others."""
     found = []
     for path in sorted((checkout / "train").glob("dialogues_*.json")):
         for dialogue in json.loads(path.read_text("utf-8")):

@@ -5,10 +5,11 @@ Questions of the test sets are left out.
         [--part 2] [--times 3] --without TEST.jsonl ...
 
 PACKAGES has a directory for each package of ``SOURCES``
-(``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``), CHECKOUTS one for each repository
-of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages (every second
-passage of prose is an answer in a chat), or conversations with the answers of people or other
-models. ``--asked`` also writes prompts about passages and about words of dictionaries.
+(``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``), and CHECKOUTS has a directory for
+each repository of ``prompts.py``. The result is a file of JSON lines for each kind of text:
+passages (every second passage of prose is an answer in a chat), or conversations with the answers
+of people or other models. ``--asked`` also writes prompts about passages and about words of
+dictionaries.
 """
 
 import argparse

@@ -207,7 +207,7 @@ def special_token(text: str, codec: TextCodec) -> int | None:
 
 
 def _literal(text: str, codec: TextCodec) -> str:
-    """The form of a text in a grammar."""
+    """A text as it is written in a grammar."""
     token = special_token(text, codec)
     return quoted(text) if token is None else f"<[{token}]>"
 

@@ -120,7 +120,7 @@ class Gate:
 
     def _any_host(self, path: str, key: str) -> bool:
         """Whether a path is served for every host name: Kubernetes and Prometheus use an address,
-        and another site's page learns nothing from the answer."""
+        and the answer reveals nothing to another site's page."""
         return path in ("/health", "/ready") or (
             path == "/metrics" and (bool(key) or self._serving.options.metrics_open)
         )

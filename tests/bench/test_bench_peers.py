@@ -100,7 +100,8 @@ def work(engine: Path, text_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contestant]:
-    """Contestants that fail as their name says, on the prompt in a file of that name."""
+    """Contestants that fail as their name says, on the prompt that a file with this name
+    contains."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE)
     monkeypatch.setattr("lab.peers.measure.REST_SECONDS", 0)

@@ -206,8 +206,8 @@ def test_one_length_of_drafts_is_known_by_its_step() -> None:
 
 
 def test_a_count_that_was_slow_once_is_tried_again() -> None:
-    """Three tokens once took fifty times too long. The estimate soon agrees with the other counts,
-    and a sample corrects it."""
+    """Three tokens once took fifty times too long. The other counts soon correct the estimate
+    roughly, and a few samples correct it precisely."""
     curve = CostCurve(from_zero=True)
     curve.add(1, 1.0)
     curve.fit()

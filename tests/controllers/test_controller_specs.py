@@ -1,4 +1,4 @@
-"""Any value of ``--controller`` gives a controller or one sentence."""
+"""Any value of ``--controller`` gives a controller, or an error of one sentence."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Controllers alone: their decisions, and their learning."""
+"""Controllers without an engine: their decisions, and what they learn."""
 
 import numpy as np
 import pytest

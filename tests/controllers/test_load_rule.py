@@ -35,7 +35,8 @@ def draft_seconds(rows: int) -> float:
 
 
 class Rows:
-    """Rows that draft and are verified under a rule. Chances are around 0.9 or 0.2."""
+    """A simulation of rows that draft and verify as a rule decides. Chances are around 0.9 or
+    0.2."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ def test_a_second_is_worth_what_plain_rounds_bring_and_more_where_prompts_wait()
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_drafts_are_made_where_a_node_costs_what_a_token_brings(padded: bool) -> None:
     assert rule_of(4, verify_seconds, padded=padded).can_pay
-    # One of eight nodes is free.
+    # Seven rows leave one of eight nodes free.
     assert rule_of(7, eight_at_once, padded=padded).can_pay is not padded
     assert not rule_of(8, lambda _, nodes: 2e-3 * nodes, padded=padded).can_pay
 

@@ -108,7 +108,7 @@ def test_the_best_of_the_proposed_paths_are_verified(harness: Harness, width: in
 
 
 def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
-    """Steps follow the first choices, as on a device that drafts ahead."""
+    """Each step continues from the first choices, as on a device that drafts ahead."""
     for prompt in PROMPTS:
         alone, budgeted = (
             drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget)
@@ -186,8 +186,8 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
-    """The first choice has the calibrated chance. The other choices share the rest by their scores,
-    in order."""
+    """The first choice has the calibrated chance. The other choices share the remaining probability
+    by their scores, in order."""
     budget = TreeBudget()
     z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
     assert z == budget.accept.score(features(step())) and first == pytest.approx(sigmoid(z))

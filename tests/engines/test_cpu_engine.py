@@ -460,7 +460,7 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asking_for_kernels_changes_no_session_in_the_making(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads may load models. The kernels of nodes are set for the whole process, and read
+    """Two threads may load models. The choice of kernels is set for the whole process, and is read
     while a session is made."""
     plans = directory("llama-tied")
     made = ort.InferenceSession

@@ -91,8 +91,8 @@ def chain(tokens: list[int]) -> list[Node]:
 
 
 def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
-    """The verifier's tokens are those of the host. Returns the number of choices of which the
-    device was certain."""
+    """The verifier's tokens are those of the host. Returns the number of choices that the device
+    marked as certain."""
     host, device = (make_sampler(sampling, logits.shape[1]) for _ in range(2))
     nodes = chain([2, 0, 1][: len(logits) - 1])
     certain = 0

@@ -112,8 +112,8 @@ def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path
 def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
     """The machine has neither gguf nor TensorRT, and no installed package of this project."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
-    # torch's products for AMX add in another order in longer calls, so that tokens could differ,
-    # rightly.
+    # torch's AMX products add in a different order in longer calls, so different tokens would not
+    # be a fault.
     lines = lease(
         tmp_path / "out",
         "--minutes",

@@ -1,5 +1,5 @@
 """The engine for GPUs on a fake machine (support/fake_cuda.py): tokens do not depend on when the
-work in its streams is done, and calls keep the rules of TensorRT and CUDA
+work in its streams is done, and calls follow the rules of TensorRT and CUDA
 (support/call_rules.py)."""
 
 from collections.abc import Callable, Iterator
@@ -316,7 +316,7 @@ def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
 def test_the_default_controller_waits_once_for_each_call(
     planned: Planned, sampling: Sampling
 ) -> None:
-    """The controller decides on the host after each draft step. In a plainly greedy chain, it
+    """The controller decides on the host after each draft step. In a chain with greedy decoding, it
     decides after two steps, which are one call."""
     found = round_figures(
         planned(CHAIN), Setting(1, 1, Speculation(guard=False, drafter="exit")), sampling

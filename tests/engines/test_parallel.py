@@ -1,5 +1,5 @@
-"""A model whose weights are split over ranks, which are processes, or threads of one process. The
-commands in a process for each rank give the tokens of one process. All ranks end together."""
+"""A model whose weights are split over ranks, which are processes, or threads of one process. With
+a process for each rank, the commands give the tokens of one process. All ranks end together."""
 
 import json
 import re
@@ -87,8 +87,8 @@ def directory(export: Callable[..., Path]) -> Path:
 def in_one_process(
     plans: Path, ranks: int, speculation: Speculation | None = None, prompt: Sequence[int] = PROMPT
 ) -> tuple[Any, list[int]]:
-    """The logits of a prompt, and tokens, of ranks that are threads of this process. With one rank,
-    the model is not split."""
+    """The logits of a prompt, and the generated tokens, from ranks that are threads of this
+    process. With one rank, the model is not split."""
     manifest = load_manifest(plans)
     parts = dict[int, torch.Tensor]()
     meeting = Barrier(ranks)

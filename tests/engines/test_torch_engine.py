@@ -1,7 +1,7 @@
 """The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses
 damaged directories.
 
-If torch sees a GPU, all tests except those of host memory also run there.
+If torch detects a GPU, all tests except those of host memory also run there.
 """
 
 import gc

@@ -895,7 +895,7 @@ def test_plans_without_weights_get_those_of_the_directory(
 def test_nvtx_ranges_are_paired_in_the_order_of_calls(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Ranges are paired for single requests and a batch, even if a call fails."""
+    """NVTX ranges are paired for single requests and for a batch, even if a call fails."""
     ranges: list[str] = []
     monkeypatch.setattr(
         torch.cuda.nvtx,

@@ -1,4 +1,4 @@
-"""Files that a command did not make are never lost, whether they lie where it writes or appear
+"""Files that a command did not make are never lost, whether they are where it writes, or appear
 while it runs."""
 
 import json

@@ -434,7 +434,7 @@ def test_page_shows_the_predictions() -> None:
 
 
 def test_page_shows_the_predictions_beside_published_figures() -> None:
-    """gpt-fast's 70B is Llama 2's."""
+    """The 70B model of gpt-fast is Llama 2 70B."""
     large = llama(80, 8192, 28672, 64, 8, 32000)
     eight, four = (Quantizations(*[Quantization(bits, 32)] * 2) for bits in ("int8", "int4"))
 

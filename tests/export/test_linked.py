@@ -40,7 +40,8 @@ SHARDED = "codellama"  # float32, in several files
 
 @pytest.fixture(scope="module")
 def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Engines with a copy of the weights, and with links. Tests must not change them."""
+    """Engines with a copy of the weights, and engines with links to them. Tests must not change
+    them."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
     return export_engine(model, parent / "copied", "--quantize-draft", "none"), export_engine(

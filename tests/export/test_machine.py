@@ -50,7 +50,7 @@ def test_the_gpu_is_the_first_that_cuda_sees(
 
 @pytest.mark.usefixtures("driver")
 def test_torch_is_asked_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has the order in which CUDA numbers the GPUs."""
+    """torch lists the GPUs in the order in which CUDA numbers them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (12, 0)}[device])
     assert machine_report.compute_capability() == "9.0"

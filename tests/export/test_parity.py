@@ -270,7 +270,7 @@ def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> No
 @needs_operators()
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gpt_oss", "gemma3_text"))
 def test_exports_of_families_in_16_bits_pass(tmp_path: Path, model_type: str) -> None:
-    """Constants of the families' own parts also have 16 bits."""
+    """The constants of parts that only some families have are also stored in 16 bits."""
     case = next(
         case
         for case in family_cases(model_type, 20, seed=5)

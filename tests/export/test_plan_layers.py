@@ -45,7 +45,8 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes; 0 if it depends on the nodes of the call, which is little."""
+        """Size in bytes; 0 if it depends on the nodes of the call, because such tensors are
+        small."""
         count = 1
         for size in self.shape:
             count *= max(size, 0)
@@ -158,8 +159,7 @@ def parts(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def traffic(layers: Sequence[Layer], slots: int) -> int:
-    """All bytes that a call reads and writes if its attention reads ``slots`` of the first
-    slots."""
+    """All bytes that a call reads and writes if its attention reads the first ``slots`` slots."""
     part = sum(cache.nbytes * slots // cache.shape[2] for cache in parts(layers))
     return sum(layer.nbytes for layer in layers) + 3 * part  # read, written, and read by attention
 

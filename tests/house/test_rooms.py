@@ -110,7 +110,7 @@ def test_the_order_of_the_rooms_has_no_cycle() -> None:
 
 
 def test_modules_inside_a_room_have_no_cycle() -> None:
-    """No module imports itself through others, not even in functions."""
+    """No module imports itself through other modules, not even inside functions."""
     edges = graph()
     done = set[str]()
 

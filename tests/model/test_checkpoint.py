@@ -287,7 +287,7 @@ def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_d
 
 
 def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Path) -> None:
-    """Model cards recommend to add the scaling, not to change the positions."""
+    """Model cards recommend adding the scaling, not changing the positions."""
     edit_json(
         model_dir / "config.json",
         rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
@@ -453,7 +453,8 @@ def test_the_index_decides_which_of_two_tensors_counts(sharded_dir: Path, first:
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 200, -1, -5000], ids=lambda keep: f"[:{keep}]")
 def test_truncated_weights_are_refused(model_dir: Path, keep: int) -> None:
-    """The file ends in the header's length, in the header (200) or in the data (-1 and -5000)."""
+    """The file is cut within the header's length, within the header (200) or within the data (-1
+    and -5000)."""
     data = (model_dir / WEIGHTS).read_bytes()
     (model_dir / WEIGHTS).write_bytes(data[:keep])
     refused(lambda: Checkpoint(model_dir), WEIGHTS, "truncated", "fetch")

@@ -1,5 +1,5 @@
 """A model in one or several GGUF files gives the weights, tokens and token ids that transformers
-reads from them, or is refused by name.
+reads from them, or is refused with the reason.
 
 Texts end where llama.cpp ends them, and tokens that a file calls text remain text.
 """
@@ -92,7 +92,7 @@ def transformers_reads(path: Path) -> Any:
 
 
 def save(reference: Any, directory: Path) -> Path:
-    """Write what transformers read from a GGUF file as a model directory."""
+    """Save the model that transformers read from a GGUF file as a model directory."""
     reference.hf_quantizer = None
     if hasattr(reference.config, "quantization_config"):
         del reference.config.quantization_config
@@ -657,7 +657,8 @@ TEXTS = ["the quick the", " x12345 th", "naïve 日本 🙂", "<s>the</s>", "<|e
 
 
 def test_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """The tokenizer gives the tokens of transformers, even beside another model's tokenizer."""
+    """The tokenizer gives the tokens of transformers, even if another model's tokenizer is next to
+    the file."""
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'

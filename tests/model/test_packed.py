@@ -1,5 +1,5 @@
 """Quantized checkpoints in GPTQ, AWQ and other formats: levels are kept, or the checkpoint is
-refused by name."""
+refused with the reason."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ class Stored:
         tensors: Its tensors by suffix.
         values: The dequantized weight [out, in], in float32.
         levels: Its levels [in, out]. They are signed if no zero points are stored. For
-            floating-point formats, they are the bits.
+            floating-point formats, they are the bit patterns.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -64,7 +64,7 @@ class Scheme:
     Attributes:
         config: The ``quantization_config``.
         store: Makes a weight.
-        kept: Element type of the levels in an export; None: the weights are dequantized.
+        kept: Element type of the levels in an export; None if the weights are dequantized.
         file: File with the config, if it is not ``config.json``.
     """
 

@@ -1,4 +1,5 @@
-"""The operator of the gated delta rule: equal bits in calls of any kind, and what it refuses."""
+"""The operator of the gated delta rule: equal bits in calls of any kind, and the inputs that it
+refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from eesd.runtime.engines import operators
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 SIZES = [(1, 1, 5, 7, 4), (2, 4, 20, 17, 3), (1, 3, 16, 80, 1), (2, 2, 33, 130, 2)]
-"""Heads of keys and of values, their sizes, and taps."""
+"""Numbers of key heads and of value heads, their sizes, and the number of taps."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -53,8 +53,8 @@ def state_at(cache: Cache, slot: int, head_dim: int) -> NDArray[np.float32]:
 def test_states_are_written_and_carried(
     tmp_path: Path, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
-    """A call has two sequences: the state after a prompt is that of every drafted token, and
-    nothing else is changed."""
+    """A call has two sequences. Every drafted token gets the state after the prompt, and nothing
+    else is changed."""
     write, carry = (
         session(tmp_path / kind, kind, kv_heads, head_dim, dtype=dtype)
         for kind in ("WriteState", "CarryState")

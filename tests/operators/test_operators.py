@@ -1,5 +1,5 @@
-"""The operators of this project have the bits of their specification in NumPy, and are close to
-float64. Bad inputs are refused."""
+"""The operators of this project give the bits of their specification in NumPy, and their results
+are close to those in float64. Bad inputs are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace

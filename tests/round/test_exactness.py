@@ -159,7 +159,7 @@ def test_drafting_chains_changes_no_bit(
 def test_trees_have_the_bits_of_chains(
     exported: Export, kind: str, speculation: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With caches of all types, with int8 and float32 activations, no path is cut."""
+    """No path is cut, with caches of all types and with int8 and float32 activations."""
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda *_: 1 / 0)
     for activations, kv_cache_dtype in (
         ("int8", "float32"),

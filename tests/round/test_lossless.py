@@ -363,8 +363,8 @@ class Watcher(RandomStop):
 def test_the_controller_is_told_the_figures_of_the_best_node(
     harness: Harness, prompt: list[int], width: int
 ) -> None:
-    """The figures of each step are those of the best node of its level, recomputed from the draft's
-    logits at the node's parent."""
+    """The controller receives, for each step, the figures of the best node of the level. The test
+    recomputes them from the draft's logits at the node's parent."""
     watcher = Watcher()
     tree, logits = drafted_logits(harness, prompt, watcher, width)
     path_probability = {tree.root: 1.0}

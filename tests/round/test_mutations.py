@@ -1,7 +1,8 @@
 """The classic mistakes of speculative decoding, made on purpose. Each must make its check fail.
 
 Most mutants are the runtime's own source with one expression replaced. If the runtime changes such
-an expression, the test fails until its mutation is adapted. So no mutation silently tests nothing.
+an expression, the test fails until its mutation is adapted. So every mutation always tests
+something.
 """
 
 from collections.abc import Callable, Sequence

@@ -162,7 +162,7 @@ class Gpu:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C++ example over ``fake.cpp``."""
+    """The C++ example, compiled with ``fake.cpp``."""
     if sys.platform != "linux" or not shutil.which("g++"):
         pytest.skip("needs g++ and Linux")
     path = tmp_path_factory.mktemp("program") / "one_round"

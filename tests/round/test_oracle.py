@@ -81,7 +81,7 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
     positions = torch.arange(131072)[None]
     reference: Any = LlamaRotaryEmbedding(config)
     tables = rotary_tables(load_config(tmp_path).geometry, 131072)
-    # Error of an angle from the last bit of its frequency.
+    # Error of an angle that the last bit of its frequency causes.
     step = positions[0, :, None].numpy() * np.spacing(reference.inv_freq.numpy())
     for ours, theirs in zip(tables, reference(torch.zeros(1), positions), strict=True):
         difference = np.abs(ours - theirs[0, :, :64].numpy()) / reference.attention_scaling
@@ -292,7 +292,7 @@ def test_an_exported_family_generates_the_tokens_of_transformers(
     ).tolist()
     count = positions - len(prompt)
     expected = generated(model, prompt, count)
-    # Products with levels round activations to 8 bits by default.
+    # Products with quantized weights round activations to 8 bits by default.
     activations = float32_activations("ort") if case.has_levels else None
     for speculation in (Speculation(tree=2, guard=False), None):
         engines = eesd.load(plans, speculation=speculation, activations=activations)

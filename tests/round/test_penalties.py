@@ -70,7 +70,8 @@ def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def definition(engine: Path) -> Callable[[str], list[int]]:
-    """The tokens by definition with some options, computed once."""
+    """A function that returns the tokens that named options give by definition. They are computed
+    only once."""
     llm = eesd.load(engine, "ort", speculation=None, threads=1)
     return cache(lambda name: by_definition(llm, OPTIONS[name]))
 
@@ -131,7 +132,7 @@ def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperat
 
 @pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 2 GPUs", "chain by torch"])
 def test_a_gpu_has_them_too(planned: Planned, name: str) -> None:
-    """The host chooses the token then."""
+    """On a GPU, the host then chooses the token."""
     setting = SETTINGS[name]
     directory = planned(setting)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)

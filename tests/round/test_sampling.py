@@ -72,7 +72,7 @@ def test_each_filter_works_on_what_the_ones_before_it_left() -> None:
     assert distribution(logits, Sampling(temperature=1.0, top_p=0.5)) == pytest.approx(
         [4 / 7, 3 / 7, 0, 0]
     )
-    # Temperature 2 flattens first: .4 becomes .326, and half of the probability takes two tokens.
+    # Temperature 2 flattens first: .4 becomes .326, and a nucleus of .4 needs two tokens.
     assert np.count_nonzero(distribution(logits, Sampling(temperature=2.0, top_p=0.4))) == 2
     assert np.count_nonzero(distribution(logits, Sampling(temperature=1.0, min_p=0.6))) == 2
 

@@ -451,7 +451,8 @@ def share(scheduler: Scheduler, _: object) -> None:
 def test_a_mistake_with_caches_is_caught(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mistake: Callable[..., None]
 ) -> None:
-    """The tokens reveal keys and values that are copied in part, or that two requests write."""
+    """Wrong tokens reveal keys and values that were copied only in part, or that two requests
+    wrote."""
     scheduler = Scheduler(llm, OPTIONS)
     given = list(requests(12))
     expected = [alone(llm, request) for request in given]

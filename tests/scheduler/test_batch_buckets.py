@@ -127,8 +127,8 @@ def planned(shared: Shared) -> Path:
 
 
 def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Scheduler]:
-    """The calls of a batch on a GPU with late work, after it was prepared. The tokens are those of
-    plain decoding."""
+    """Run a batch on a fake GPU whose work is done late, and return the calls after the
+    preparation. The tokens are those of plain decoding."""
     given = few(7)
     plain = load(planned, "ort", threads=1)
     with late_llm(planned, setting, seed=0) as (machine, llm), noted((16, 48, 112)) as steps:

@@ -212,8 +212,8 @@ def test_a_broken_request_line_is_a_400(server: Served) -> None:
 
 
 def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies close idle connections. The head comes with the first comment, and the text is
-    unchanged."""
+    """Proxies close idle connections. The head of the answer is sent with the first comment, and
+    the text is unchanged."""
     held = Held()
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     monkeypatch.setattr(streaming, "QUIET_SECONDS", 0.2)

@@ -1,4 +1,5 @@
-"""The server under operators and attackers: hosts, logs, metrics, keys, configuration."""
+"""Tests of what operators and attackers do to the server: hosts, logs, metrics, keys,
+configuration."""
 
 import asyncio
 import http.client

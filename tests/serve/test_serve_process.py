@@ -201,7 +201,8 @@ class Collector(BaseHTTPRequestHandler):
 def test_opentelemetry_instruments_the_command_unchanged(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One span per request, below the client's span, streamed or not; none for probes."""
+    """Each request has one span below the client's span, whether it is streamed or not. Probes have
+    none."""
     instrument = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
     trace = "0af7651916cd43dd8448eb211c80319c"
     parent = "b7ad6b7169203331"

@@ -100,7 +100,7 @@ def test_one_constraint_serves_several_requests_at_once(lined: Served) -> None:
 
 
 def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
-    """Forced tokens need no draft step, and nearly no round."""
+    """Forced tokens need no draft steps, and hardly any rounds."""
     llm = lined.llm
     # The cost of calls on this machine has no effect.
     service = Service(llm, BatchOptions(max_rows=1, levels=16))

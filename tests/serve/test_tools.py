@@ -473,7 +473,7 @@ def test_what_is_no_call_stays_content(format: ToolFormat, text: str) -> None:
 @pytest.mark.parametrize("pieces", [["\n<tool_call>\n"], ["\n<tool", "_call>"], ["<tool_"], ["\n"]])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_the_beginning_of_a_forced_call_is_no_content(pieces: list[str], streaming: bool) -> None:
-    """The answer was cut off there. If the model may choose, the text may be meant as content."""
+    """The answer was cut off there. If no call is required, the text may be meant as content."""
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), pieces) == ("", [])
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming), pieces) == ("".join(pieces), [])
     cut = [*pieces[:1], '<tool_call>{"name": "f", "arg'] if pieces == ["\n"] else [*pieces, '{"na']

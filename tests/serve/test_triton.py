@@ -185,7 +185,7 @@ class Client:
         self.answers: list[list[dict[str, Any]]] = [[] for _ in requests]
 
     def next(self) -> dict[str, Any] | None:
-        """The next response to any request; None: there are no more responses."""
+        """The next response to any request; None if there are no more responses."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -418,8 +418,8 @@ def test_a_stream_that_is_cancelled_leaves_the_batch(
 def test_a_killed_stub_answers_again_after_a_reload(
     triton_python: Path, bundled: Path, tmp_path: Path, llm: LLM
 ) -> None:
-    """Sometimes a restart is needed: Triton may end with its stub, and the clients' streams
-    break."""
+    """Sometimes a restart is needed, because Triton may end together with its stub. Then the
+    clients' streams break."""
     write_triton_repository(bundled, tmp_path / "models", threads=1)
     with triton_server(triton_python, tmp_path / "models", tmp_path) as server:
         # Enough requests that none is complete when the stub is killed: together they take long on

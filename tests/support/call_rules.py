@@ -15,7 +15,7 @@ not repeat."""
 
 
 def violations(machine: Machine) -> list[str]:
-    """Sentences about broken rules in the log."""
+    """Sentences that name the rules broken in the log."""
     log = machine.log
     found = [f"{call.name} while work is captured" for call in log if _is_forbidden(call)]
     found += [
@@ -61,8 +61,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """Numbers of the host's waits, and of its launches of an engine's work as a graph and as a
-    call."""
+    """Counts: waits of the host, work of engines that it launches as a graph, and work that it
+    launches as a call."""
 
     waits: int
     replays: int

@@ -33,8 +33,8 @@ def succeed(command: Command, *arguments: object, stdin: str | bytes = "") -> Re
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """One line on stderr with all these words, exit code 2 (so no traceback), and nothing on stdout
-    except an export's lines before its long work."""
+    """Check that stderr is one line with all these words, that the exit code is 2 (so there is no
+    traceback), and that stdout is empty, except for an export's lines before its long work."""
     assert result.exit_code == 2, (result.output, result.exception)
     assert_one_line(result.stderr, *words)
     said = result.stdout.splitlines()

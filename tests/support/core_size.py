@@ -24,7 +24,7 @@ DEVICES = (
     ),
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_noise")),
 )
-"""Where the code for devices and for ONNX Runtime's operators begins."""
+"""Modules at which the code for devices and for ONNX Runtime's operators begins."""
 CPU = tuple(
     f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cpu_engine", "operators")
 )

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule as two nodes, and rounds over it."""
+"""A layer with the gated delta rule as two nodes, and rounds that use it."""
 
 from pathlib import Path
 from typing import Any

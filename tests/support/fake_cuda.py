@@ -198,7 +198,7 @@ class Machine:
         eagerness: Chance that a call of the host advances a queue. At 0, work is done only when the
             host waits for it. Set by tests.
         loyalty: Chance that the stream for which the host waits runs first, if it can.
-        breaking: Number of captured pieces of work before one fails; None: none fails.
+        breaking: Number of captured pieces of work before one fails; None if no piece fails.
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
@@ -306,7 +306,7 @@ class Machine:
         return True
 
     def finish(self, stream: Stream) -> None:
-        """Work until a stream is empty."""
+        """Do work until a stream is empty."""
         while stream.queue:
             loyal = self.random.random() < self.loyalty and stream.queue[0].ready()
             assert self.step([stream] if loyal else None), "streams wait for each other"

@@ -25,7 +25,7 @@ from support.interpreted import levels_of, logits_of
 
 
 def layers_of(engine: TeamEngine) -> list[Any]:
-    """The attentions of layers with weights, if kernels compute with them."""
+    """The attentions of those layers that have weights; none if no kernels compute with them."""
     stage: Any = engine.own.stages[0]
     assert isinstance(stage, TorchStageRunner)
     model: Any = stage.module.model

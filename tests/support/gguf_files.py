@@ -21,8 +21,8 @@ KV_HEADS = 2
 LAYERS = 3
 EXPERTS = 3
 EXPERT = 768
-"""Sizes whose products consist of whole blocks of 256. transformers reads no other size of
-experts."""
+"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other
+size."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Offsets of the float16 scales in a block, for types to which the library cannot quantize."""
 WITHOUT_GATES = ("arcee", "nemotron", "jais2", "starcoder2")

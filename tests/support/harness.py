@@ -133,7 +133,7 @@ class Harness:
 def _shared(
     controller: Controller | None, budget: TreeBudget | None, text: TextRule | None
 ) -> RoundValue:
-    """The value of rounds, shared by all parts that decide, as in an LLM."""
+    """The shared value of rounds, which all parts that decide use, as in an LLM."""
     rules = [
         rule for rule in (budget, text, controller) if rule is not None and rule.value is not None
     ]

@@ -94,8 +94,8 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 
 
 def all_best() -> list[float]:
-    """Results for one row and for several, and for one part and for several, whose last part is
-    full or not."""
+    """Results for one row and for several rows, and for one part and for several parts, the last of
+    which is full or not."""
     narrow = torch.bfloat16
     wide = torch.float32
     part = torch_fused.PART

@@ -1,5 +1,5 @@
 """Checks of losslessness, as functions. The tests call them on the runtime, the mutation tests on a
-broken one.
+broken runtime.
 
 The expected distributions come from plain, slow code in this file that shares nothing with the
 runtime.

@@ -21,4 +21,4 @@ sys.meta_path.insert(0, Blocker())
 HEAVY = ("torch", "transformers")
 """Packages that the CPU path never needs."""
 BLOCK = blocker(*HEAVY, "safetensors", "huggingface_hub", "onnx", "ml_dtypes")
-"""Without torch and the packages of exporting."""
+"""Code that makes torch and the packages for exporting impossible to import."""

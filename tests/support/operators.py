@@ -98,7 +98,8 @@ def random_weight(
     minimums: bool,
     signed: bool = True,
 ) -> Weight:
-    """A weight that requires this format, and scales and minimums of this kind."""
+    """A random weight in this format, whose levels cover the whole range, with scales and minimums
+    of this kind."""
     if form not in BITS:
         values = random.normal(0, 0.4, (inputs, outputs)).astype(np.float32)
         if form == "float16":

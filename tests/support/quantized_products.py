@@ -71,7 +71,7 @@ def all_checked(device: str) -> dict[str, dict[str, Any]]:
 
 
 def checked(case: Case, of: str, device: str) -> dict[str, Any]:
-    """The error of products, compared with exact products with the dequantized weights, and whether
+    """The error of products, relative to exact products of the dequantized weights, and whether
     rows depend on each other.
 
     ``error`` is the largest difference, divided by the error that float32 sums and one rounding to

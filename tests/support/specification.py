@@ -35,7 +35,7 @@ def fma(a: Any, b: Any, c: Any) -> Floats:
 
 
 def add_lanes(values: Floats) -> Floats:
-    """Sum over the last axis of 16, by adding halves until one value is left."""
+    """Sum over the last axis, which has 16 values, by adding halves until one value is left."""
     width = values.shape[-1] // 2
     while width:
         values = values[..., :width] + values[..., width : 2 * width]
@@ -109,7 +109,7 @@ def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
 
 @dataclass
 class Weight:
-    """A weight of [K, N] in the operators' form.
+    """A weight [K, N] in the operators' form.
 
     Attributes:
         form: ``float32``, ``float16``, ``bfloat16`` or one of :data:`BITS`.
@@ -473,7 +473,7 @@ class Rule:
 
 
 def _unit(x: Floats) -> Floats:
-    """x [..., n] divided by its length."""
+    """x [..., n] divided by its Euclidean length."""
     squares = np.zeros((*x.shape[:-1], 16), np.float32)
     split = lanes(x)
     for i in range(split.shape[-2]):

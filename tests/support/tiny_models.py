@@ -73,8 +73,8 @@ def export_tiny(
     draft_vocab: Sequence[int] = (),
     whole: bool = False,
 ) -> Path:
-    """Export a model with an exit head that copies its last layers. A separate LM head is the
-    model's, multiplied by two.
+    """Export a model with an exit head that copies its last layers. A separate LM head has the
+    weights of the model's, multiplied by two.
 
     ``whole``: the draft is the whole model in 4 bits, not a head.
     """

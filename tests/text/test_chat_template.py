@@ -1,4 +1,4 @@
-"""Chat prompts equal those of transformers, also if the content is plain text. A template can
+"""Chat prompts equal those of transformers, even if the content is plain text. A template can
 neither hang the process, fill its memory, nor escape from it."""
 
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused by name.
+"""The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused with the reason.
 
 The expected hashes are those of llama.cpp's token ids. ``lab/gguf_tokenizers`` wrote them, and
 compares many more texts.

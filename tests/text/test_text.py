@@ -76,8 +76,8 @@ def raw(codec: TextCodec, text: str) -> list[int]:
 def test_text_ends_before_a_stop_string(
     codec: TextCodec, text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """The text is cut before the stop string that completes first, wherever the tokens' borders
-    are. Without a stop string, the whole text is kept."""
+    """The text is cut before the stop string that completes first, wherever one token ends and the
+    next begins. Without a stop string, the whole text is kept."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
     tokens = raw(codec, text)

@@ -54,7 +54,7 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Measure ``count`` passes over ``rows`` tokens after a filled cache. One more pass before
+        """Measure ``count`` passes over ``rows`` tokens with a filled cache. One more pass before
         these warms up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
