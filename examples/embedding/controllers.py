@@ -47,7 +47,7 @@ def generate(controller: Controller, prompt: list[int], count: int) -> tuple[lis
             steps, cost[0], steps, steps, cost[1], accepted, num_expanded=accepted
         )
         if controller.value is not None:
-            controller.value.observe(outcome)  # before observe(): the costs of rounds
+            controller.value.observe(outcome)  # updates the costs, before observe() uses them
         controller.observe(outcome)
         tokens += chosen[: accepted + 1]
         seconds += sum(cost)

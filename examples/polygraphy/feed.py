@@ -1,8 +1,8 @@
 """Make the inputs of one call of the draft or verify graph for Polygraphy. A text fills the first
 slots of the KV cache.
 
-Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes
-inputs as in a round. It needs only the graph, not EESD:
+Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script fills and
+masks slots as a round does. It needs only the graph, not EESD:
 
     cd plans/
     MODEL=verify.plan.onnx FILLED=1000 NODES=9 polygraphy run verify.plan.onnx --onnxrt \\
