@@ -44,7 +44,7 @@ WAYS: dict[str, list[Speculation | None]] = {
 SHARED = 64
 """Length of the common beginning of a batch's prompts, in tokens."""
 BATCH = 4
-"""Requests of a batch."""
+"""Number of requests in a batch."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Load:
     """The clients of a server.
 
     Attributes:
-        counts: Requests by the client's behaviour, and errors.
+        counts: Numbers of requests, by the client's behaviour, and of errors.
         texts: By request (as JSON), the texts that were received, and for each text whether it is
             complete.
     """

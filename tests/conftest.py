@@ -14,8 +14,8 @@ from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 if WORKER and hasattr(os, "sched_setaffinity"):
-    # This comes before torch and ONNX Runtime count the processors, because two processes with two
-    # spinning threads each would be slower.
+    # The process is bound to a processor before torch and ONNX Runtime count the processors,
+    # because two processes with two spinning threads each would be slower.
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 

@@ -64,7 +64,7 @@ class Configuration:
         engine: Name of the engine directory.
         sampling: ``greedy``, ``coupled`` or ``rejection``.
         controller: Controller and its options; None for plain decoding.
-        width: Nodes of a level of the draft tree; 1 is a chain.
+        width: Number of nodes in a level of the draft tree; 1 is a chain.
         budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to
             verify.
     """

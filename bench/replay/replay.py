@@ -50,8 +50,8 @@ class Clairvoyant(Controller):
     its speed is 1 / (1 - a + c a).
 
     Attributes:
-        accepted: Tokens of the next round's chain that the verifier will accept. A replay sets it
-            before each round.
+        accepted: Number of tokens of the next round's chain that the verifier will accept. A replay
+            sets it before each round.
     """
 
     accepted = 0

@@ -33,7 +33,7 @@ STALLS = 20.0
 REQUESTS = 18
 TOKENS = 128
 SETTLED = 256
-"""Tokens after which a process should have found out whether drafting pays."""
+"""Number of tokens after which a process should have found out whether drafting pays."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class TracedRequest:
         ]
 
     def room(self, position: int) -> int:
-        """Tokens that a round at ``position`` may draft: the bonus token must fit after them."""
+        """Number of tokens that a round at ``position`` may draft: the bonus token must fit after
+        them."""
         return min(self.tokens - 1 - position, int(self.logprob.shape[1]))
 
 

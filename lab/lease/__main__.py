@@ -27,7 +27,7 @@ PATHS = (str(ROOT / "src"), str(ROOT / "tests"), str(ROOT))
 LEAST_SECONDS = 5
 """Minimum remaining time for a step to begin."""
 TAIL = 1500
-"""Characters of a failed step's output that are kept in its line."""
+"""Number of characters of a failed step's output that are kept in its line."""
 
 
 def main() -> None:

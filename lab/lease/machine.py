@@ -14,7 +14,7 @@ import torch
 from lab.lease import Lease
 
 COPIED = 1 << 30
-"""Bytes of a copy on a GPU, larger than its caches."""
+"""Number of bytes that are copied on a GPU, more than its caches hold."""
 LAUNCHES = 1000
 WANTED = "tensorrt tensorrt_rtx onnxruntime onnx transformers gguf triton torchao pytest"
 SERVING = ("fastapi", "prometheus_client", "uvicorn")

@@ -20,8 +20,8 @@ SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
     "70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
 }
-"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they do not fit a
-GPU's caches."""
+"""Numbers of inputs and outputs of the packed layers of a Llama 3 block. Even at 4 bits, the
+weights do not fit a GPU's caches."""
 ROWS = (1, 8, 16, 33)
 BLOCK = 32
 

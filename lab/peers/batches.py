@@ -39,10 +39,10 @@ class Options:
 
     Attributes:
         concurrency: Numbers of clients, in order.
-        new_tokens, shortest: Tokens of the longest and of the shortest text.
+        new_tokens, shortest: Numbers of tokens of the longest and of the shortest text.
         prompt_tokens: Maximum number of tokens of a prompt.
         rounds: Repetitions.
-        levels: Levels that EESD drafts in the mode ``always``.
+        levels: Number of levels that EESD drafts in the mode ``always``.
         threads: CPU threads of each contestant.
     """
 

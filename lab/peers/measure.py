@@ -28,7 +28,7 @@ class Options:
     Attributes:
         processes: Fresh processes of each contestant.
         threads: CPU threads of each contestant.
-        window: Tokens of a window of the held-out text.
+        window: Number of tokens in a window of the held-out text.
         quality_file: Held-out text; None measures no quality.
         quality_tokens: Maximum number of tokens of the held-out text.
     """
@@ -136,8 +136,8 @@ class Comparison:
                 self.result.save(self.path)
 
     def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
-        """Threads that computed since ``before``; None if too little was computed to count them, or
-        if the system does not report times.
+        """Number of threads that computed since ``before``; None if too little was computed to
+        count them, or if the system does not report times.
 
         Raises:
             PeerError: The number differs from the requested number.

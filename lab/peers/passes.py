@@ -41,7 +41,7 @@ class Pass:
     Attributes:
         contestant: Its name, or :data:`MEMORY` for reading alone.
         threads: CPU threads.
-        behind: Tokens in the cache.
+        behind: Number of tokens in the cache.
         rows: Number of tokens in a pass, each with its logits. With an empty cache, the number of
             tokens in a prompt, of which only the last has logits.
         seconds: Seconds of each pass.
@@ -85,7 +85,8 @@ class Passes(Saved):
 
 
 def tensor_sizes(file: Path) -> tuple[int, int]:
-    """Bytes of the tensors that a pass reads, and elements of the layers' matrices.
+    """Number of bytes of the tensors that a pass reads, and number of elements of the layers'
+    matrices.
 
     An embedding table is read only if it is the LM head as well.
     """

@@ -16,7 +16,7 @@ BUSY_SHARE = 0.25
 """Smallest share of the busiest thread's processor time with which a thread counts as computing.
 Other threads wait, or count tokens."""
 SHOWN = 300
-"""Characters of a library's error that are shown."""
+"""Maximum number of characters of a library's error that are shown."""
 
 
 class PeerError(EESDError):

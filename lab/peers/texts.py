@@ -9,7 +9,7 @@ from eesd.common.errors import EESDError
 from lab.peers.results import Prompt
 
 PROMPT_TOKENS = 8
-"""Tokens to generate after a long prompt. Only the time of the prompt itself counts."""
+"""Number of tokens to generate after a long prompt. Only the time of the prompt itself counts."""
 
 
 def read_codec(engines: Iterable[Path]) -> Any:
@@ -51,10 +51,10 @@ def choose_prompts(
 
     Args:
         texts: Kinds and token ids.
-        per_kind: Texts of each kind.
+        per_kind: Number of texts of each kind.
         temperatures: 0 decodes greedily.
-        new_tokens: Tokens to generate after a text.
-        lengths: Tokens of the long prompts.
+        new_tokens: Number of tokens to generate after a text.
+        lengths: Lengths of the long prompts, in tokens.
         kinds: Kinds to use; empty for all.
 
     Raises:

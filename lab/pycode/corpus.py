@@ -40,7 +40,8 @@ SKIPPED_FOLDERS = {
     "benchmarks",
 }
 
-# Characters that one package may contribute, because code of one package is repetitive.
+# Maximum number of characters that one package contributes, because the code of a package is
+# repetitive.
 PACKAGE_LIMIT = 9_000_000
 
 TEXT_SUFFIXES = {".md", ".rst", ".txt"}

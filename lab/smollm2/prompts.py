@@ -97,9 +97,9 @@ class T0:
     """T0's training set.
 
     Attributes:
-        asked: The prompts that the model answers, and the kind of each.
-        held_out: The prompts that no training uses, and the kind of each.
-        read: The other prompts, and the answer of each.
+        asked: The prompts that the model answers, and their kinds.
+        held_out: The prompts that no training uses, and their kinds.
+        read: The other prompts, and their answers.
     """
 
     def __init__(self, checkout: Path, every: bool) -> None:

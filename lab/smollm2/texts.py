@@ -120,7 +120,7 @@ CHARACTERS = {
     },
     **{"languages": 2_000_000, "code": 7_000_000, "answered": 25_000_000},
 }
-"""Characters of each kind of text."""
+"""Number of characters of each kind of text."""
 ASKED_ABOUT = {
     "guide": (
         *(
@@ -320,8 +320,8 @@ def passages(text: str) -> Iterator[str]:
 
 
 def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str]]:
-    """For each package of a kind, its passages in random order, from all its files or from as many
-    files as ``characters`` needs."""
+    """For each package of a kind, its passages in random order, from all its files or only from
+    enough files for ``characters`` characters."""
     for name, pattern in SOURCES[kind]:
         paths = [path for path in sorted((packages / name).glob(pattern)) if path.is_file()]
         random.Random(name).shuffle(paths)

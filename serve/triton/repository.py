@@ -116,7 +116,7 @@ def write_triton_repository(
     """Write the model ``name`` into a model repository. The repository may have other models, and
     need not exist.
 
-    The engine directory is not copied: Triton reads it at its place. ``1/eesd.json`` holds the
+    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the
     settings and may be edited.
 
     Args:

@@ -281,7 +281,7 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
 
 
 def test_a_few_fast_calls_are_no_failure() -> None:
-    """These calls do not determine the line, and their moments are large."""
+    """Very fast calls do not determine the line, and their moments are large."""
     costs = BatchCosts()
     for seconds in (1e-6, 2e-6, 1e-8):
         costs.add(4, 1024, 8192, seconds)

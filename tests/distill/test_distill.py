@@ -343,7 +343,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
 def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
     learner: Path, own_rows: Path, tmp_path: Path
 ) -> None:
-    """This also holds for a run that continues. Later weights count more."""
+    """The mean is right in a run that continues, too. Later weights count more."""
     mean: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3):
         distill(
@@ -432,8 +432,8 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     learner: Path, tmp_path: Path, batch: int
 ) -> None:
-    """This also holds for sampled rows. The engine that wrote and read the rows is deleted at the
-    end."""
+    """Sampled rows do not depend on this number, either. The engine that wrote and read the rows is
+    deleted at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = (
@@ -519,8 +519,8 @@ def needs_operators() -> None:
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
-    """They are equal even if they are sampled, if a row takes another prompt after its text has
-    ended, and at the end, when rows are dropped."""
+    """Continuations are equal even if they are sampled, if a row takes another prompt after its
+    text has ended, and at the end, when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
     temperatures = [0, 0.7, 1, 0, 1, 0.7, 1, 0.7]

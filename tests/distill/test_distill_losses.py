@@ -56,8 +56,8 @@ def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torc
 def test_a_head_equal_to_the_teacher_has_nothing_to_learn(
     case: dict[str, torch.Tensor], kept: int
 ) -> None:
-    """This also holds if some tokens are not kept: a distribution of only the kept tokens would
-    make the head overconfident."""
+    """Loss and gradient are 0 even if some tokens are not kept: a distribution of only the kept
+    tokens would make the head overconfident."""
     features = case["teacher"].clone().requires_grad_()
     losses, agrees = token_losses(
         features, torch.eye(VOCABULARY), case["ids"][:, :kept], case["top"][:, :kept]

@@ -346,8 +346,8 @@ def assert_unverified(plans: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("name", [cpu_build.WEIGHTS, "draft.onnx", "verify.onnx"])
 def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
-    """``--verify`` detects it everywhere; loading detects it in small files, which are hashed
-    completely."""
+    """``--verify`` detects a changed byte everywhere; loading detects it in small files, which are
+    hashed completely."""
     manifest = load_manifest(plans)
     file = build_for_cpu(plans, manifest) / name
     succeed(inspect_main, plans, "--verify")
@@ -472,7 +472,7 @@ def test_asking_for_kernels_changes_no_session_in_the_making(
             Thread(target=lambda: asked.extend([operators.missing(), *operators.supported()]))
         )
         others[-1].start()
-        others[-1].join(1)  # it waits for this session
+        others[-1].join(1)  # the thread waits for this session
         return made(*arguments, **options)
 
     def logits(int8: bool) -> bytes:

@@ -119,7 +119,7 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     whole=st.booleans(),
 )
 def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, whole: bool) -> None:
-    """This holds with a column for each token, and with a column for every third token."""
+    """The noise is equal with a column for each token, and with a column for every third token."""
     from eesd.runtime.decoding.device_noise import noisy_best
 
     scores = torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE)

@@ -53,7 +53,8 @@ def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, 
 
 @pytest.mark.parametrize("name", slow_but(["chain", "chain by torch"], "chain"))
 def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
-    """Without it, drafting would be compared only with plain decoding that is padded, too."""
+    """Without plain decoding of one node, drafting would be compared only with plain decoding that
+    is padded, too."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
         assert isinstance(llm.engines.verify, DeviceEngine)
@@ -342,8 +343,8 @@ def test_a_round_with_a_penalty_waits_once_for_each_call(
 def test_logits_of_a_tree_stay_on_the_device(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
-    """They stay there even if each node of a level is drafted in a separate call, which overwrites
-    the logits of the previous call."""
+    """The logits stay on the device even if each node of a level is drafted in a separate call,
+    which overwrites the logits of the previous call."""
     tree = SETTINGS["tree"]
     monkeypatch.setattr(
         forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")

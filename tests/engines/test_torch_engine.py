@@ -573,7 +573,7 @@ def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(
 
 
 def test_a_model_that_rotates_nothing_runs(tmp_path: Path) -> None:
-    """Its graphs have no rotary tables."""
+    """The graphs of such a model have no rotary tables."""
     options = SMALL | {"intermediate_size": 40, "no_rope_layers": [0] * 3, "pad_token_id": None}
     model = FamilyCase("smollm3", options, 1).write(tmp_path / "model")
     plans = export_engine(model, tmp_path / "plans", "--dtype", "float32")

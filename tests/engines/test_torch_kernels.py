@@ -106,8 +106,8 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels. If a
-    rank would begin within a block of levels, as in the 96 inputs of the MLP's last layer, they are
-    dequantized."""
+    rank would begin within a block of levels, as in the 96 inputs of the MLP's last layer, the
+    levels are dequantized."""
     options = (
         "--dtype",
         "float16",

@@ -37,7 +37,7 @@ def narrow(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def standard() -> Iterator[None]:
-    """As if the operators were not built."""
+    """Run a test as if the operators were not built."""
     with without_operators():
         yield
 

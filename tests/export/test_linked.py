@@ -305,7 +305,7 @@ def test_linked_export_is_replaced_unless_it_holds_other_files(linked: Path) -> 
 def test_plans_of_copied_and_linked_weights_are_alike(
     family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """Both have almost the same size, and the same fused kernels."""
+    """Plans of both kinds have almost the same size, and the same fused kernels."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     from eesd.export.build import main as build_main
 

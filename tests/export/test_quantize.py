@@ -520,8 +520,8 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     tmp_path: Path,
 ) -> None:
-    """This holds for the verify graph and for the draft that is the whole model, both with four
-    layers of the bundled model. The same text gives the same files."""
+    """The verify graph is tested, and the draft that is the whole model, both with four layers of
+    the bundled model. The same text gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")

@@ -45,7 +45,8 @@ def jobs() -> dict[str, str]:
 
 @pytest.mark.usefixtures("both")
 def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) -> None:
-    """They overwrite each other's files, so the order of installation decides which one runs."""
+    """The packages overwrite each other's files, so the order of installation decides which package
+    runs."""
     words = (
         "onnxruntime-gpu 1.30.0 are both installed",
         "pip uninstall -y onnxruntime onnxruntime-gpu; pip install",

@@ -332,8 +332,8 @@ def test_one_node_is_not_faster_where_the_draft_has_int8_weights(
 
 @pytest.mark.fast
 def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
-    """A tied LM head is the embedding table, of which the draft has no copy. Biases stay separate
-    like their layers."""
+    """A tied LM head is the embedding table, of which the draft has no copy. Biases stay separate,
+    as their layers do."""
     geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
     layer = "model.layers.0"
     own = {EMBEDDINGS: replace(INT8, scales="float16")}

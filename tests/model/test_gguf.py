@@ -530,7 +530,8 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
-    """This holds for any bytes as scales and minimums, which have 4 to 8 bits in K-quants."""
+    """The levels are right with any bytes as scales and minimums, which have 4 to 8 bits in
+    K-quants."""
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )

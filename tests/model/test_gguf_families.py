@@ -212,7 +212,7 @@ def test_other_numbers_of_xielu_are_refused(
 
 
 def test_norms_of_queries_and_keys_of_command_r_are_refused(tmp_path: Path) -> None:
-    """These norms differ between heads."""
+    """The weights of these norms differ between heads."""
     norm = np.ones((HEADS, HIDDEN // HEADS), np.float32)
     spec = cohere("command-r")
     tensors = dict(spec.tensors) | of_blocks(attn_q_norm__weight=norm)

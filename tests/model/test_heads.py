@@ -383,7 +383,7 @@ def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) ->
 
 @heads("specforge")
 def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
-    """This holds even with kept prefixes, including their states."""
+    """The results are equal even with kept prefixes, including their states."""
     llm = load(
         exported / "plans",
         "ort",

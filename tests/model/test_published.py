@@ -327,8 +327,8 @@ def write_images(directory: Path, name: str, tied: bool) -> Any:
     ],
 )
 def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, tied: bool) -> None:
-    """This holds for tensor names of both layouts, and for a text_config with only the differences
-    from the defaults."""
+    """The logits are equal for tensor names of both layouts, and for a text_config with only the
+    differences from the defaults."""
     model = write_images(tmp_path, name, tied)
     path = tmp_path / "config.json"
     stored = load_file(tmp_path / "model.safetensors")

@@ -249,7 +249,7 @@ def check_shared(path: Path) -> None:
 
 
 def check_rounding(path: Path) -> None:
-    """Values in float16 caches."""
+    """Check how values are rounded in float16 caches."""
     check_float16(path, ["scalar"])
 
 

@@ -146,8 +146,8 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
 def test_convolutions_follow_the_path_of_each_token(
     tmp_path: Path, size: int, taps: int, dtype: str
 ) -> None:
-    """The same bits in one call and token by token, in a chain and in a tree, with another
-    sequence, on several threads."""
+    """The bits are the same in one call and token by token, in a chain and in a tree, with another
+    sequence, and on several threads."""
     kv_heads = 2
     head_dim = 8
     random = np.random.default_rng(size)

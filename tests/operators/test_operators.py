@@ -912,7 +912,7 @@ def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str])
 def test_a_row_that_is_not_finite_gives_nan(
     tmp_path: Path, names: list[str], form: str, fine: bool, minimums: bool, value: float
 ) -> None:
-    """This holds wherever the non-finite value is. Other rows keep their bits."""
+    """A row gives NaN wherever its non-finite value is. Other rows keep their bits."""
     product = Product([random_weight(seeded(form), form, 96, 49, fine, NARROW, minimums)])
     expected = product.specified(True)
     spoilt = range(0, MOST, 3)

@@ -84,7 +84,7 @@ def test_a_wheel_of_the_source_distribution_has_the_library(checkout: Path, tmp_
     packed = {path.name for path in (unpacked / "src/eesd/runtime/operators").iterdir()}
     assert packed == {path.name for path in (ROOT / "runtime" / "operators").iterdir()}
     compiler = tmp_path / "c++"
-    # The package's own level takes minutes.
+    # With the optimization level of the package, compiling takes minutes.
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/commands\nexec c++ "$@" -O0\n')
     compiler.chmod(0o755)
     wheel, said = build(unpacked, tmp_path / "wheel", "wheel", str(compiler))

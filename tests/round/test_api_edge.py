@@ -266,9 +266,9 @@ def test_a_stream_that_a_thread_abandons_locks_nobody(llm: LLM) -> None:
     left: list[Any] = []
 
     def abandon() -> None:
-        left.append(llm.stream(PROMPT, max_new_tokens=8))  # this one is never closed
+        left.append(llm.stream(PROMPT, max_new_tokens=8))  # this stream is never closed
         next(left[0])
-        next(llm.stream(PROMPT, max_new_tokens=8))  # and this one is collected
+        next(llm.stream(PROMPT, max_new_tokens=8))  # and this stream is collected
         with llm.session(PROMPT) as session:
             session.step()
             raise KeyError
@@ -327,7 +327,7 @@ def test_a_stop_string_is_one_string(llm: LLM) -> None:
 
 
 def test_a_session_cannot_be_used_after_its_block(llm: LLM) -> None:
-    """Its cache now belongs to the next session, whose tokens would change."""
+    """The cache of a closed session belongs to the next session, whose tokens would change."""
     with llm.session(PROMPT, max_new_tokens=32) as old:
         old.step()
     tokens = list(old.tokens)

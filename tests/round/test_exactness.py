@@ -97,7 +97,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 @pytest.fixture
 def standard() -> Iterator[None]:
-    """As if the operators were not built: ONNX Runtime's own operators run the model."""
+    """Run a test as if the operators were not built: ONNX Runtime's own operators run the model."""
     with without_operators():
         yield
 

@@ -74,7 +74,7 @@ def test_drafting_gives_the_tokens_of_plain_decoding(
     for prompt in PROMPTS:
         stats = check_same_tokens(either, prompt, SAMPLINGS[name], controller(spec), width)
         totals.update(accepted=stats.accepted_tokens, judged=sum(stats.verified_at_depth))
-    by_clock = spec == "cost-aware-ts"  # it may draft only what is always accepted
+    by_clock = spec == "cost-aware-ts"  # all its drafts may be accepted
     assert 0 < totals["accepted"] < totals["judged"] + by_clock, (
         "acceptance and rejection must both occur"
     )
@@ -98,7 +98,7 @@ def test_an_exit_head_of_two_blocks_is_lossless(
 def test_a_draft_vocabulary_is_lossless(
     reduced_harness: Harness, name: str, width: int, spec: str
 ) -> None:
-    """This holds even if the draft cannot predict the verifier's token."""
+    """The tokens are right even if the draft cannot predict the verifier's token."""
     stats = check_same_tokens(reduced_harness, PROMPTS[2], SAMPLINGS[name], controller(spec), width)
     assert 0 < stats.accepted_tokens < sum(stats.verified_at_depth)
     plain = generated(reduced_harness.session(PROMPTS[2], SAMPLINGS[name]))

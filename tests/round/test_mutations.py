@@ -181,7 +181,8 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
 ) -> None:
-    """All other mistakes reduce only acceptance: the output does not depend on the drafts."""
+    """All other mistakes with the draft vocabulary reduce only acceptance, because the output does
+    not depend on the drafts."""
     mutate(monkeypatch, owner, name, old, new)
     with caught():
         check_reduced_proposals(Sampling(temperature=1.0, repetition_penalty=1.5), count=8)
@@ -191,7 +192,7 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, onnx_graph, "_write_draft", "if head.draft_vocab:", "if False:")
-    # This build would refuse a graph without the map.
+    # The build for the CPU would refuse a graph without the map.
     monkeypatch.setattr(tiny_models, "build_for_cpu", lambda *_: None)
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     ids = tuple(DRAFT_VOCAB.tolist())
@@ -219,8 +220,8 @@ def trimming(draft: Callable[..., None]) -> Callable[..., None]:
 def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is wrong with rejection sampling only: the output of other samplers does not depend on
-    the drafts."""
+    """Trimming is wrong with rejection sampling only, because the output of other samplers does not
+    depend on the drafts."""
     monkeypatch.setattr(decoding_round, "draft", trimming(decoding_round.draft))
     with caught():
         check_joint(five_token_harness, [3], REJECTION, make_controller("fixed:k=2"), width=1)
@@ -398,7 +399,7 @@ def test_a_mistake_in_the_tree_is_caught(
 def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    """Such mistakes reduce only acceptance, so only the draft's logits show them."""
+    """Mistakes in the draft's tree reduce only acceptance, so only the draft's logits show them."""
     mutate(monkeypatch, TokenSequence, "call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():

@@ -460,7 +460,7 @@ def test_the_cache_is_listed_and_cleaned(model: Path, place: Path, cache: Path) 
 
 def test_only_what_a_command_made_is_removed(place: Path, cache: Path, tmp_path: Path) -> None:
     copy = cache / f"{place.name[:-16]}{'0' * 16}"
-    shutil.copytree(place, copy)  # its mark has another name
+    shutil.copytree(place, copy)  # the copy's mark has another name
     unmarked = cache / f"unmarked-{'1' * 16}"
     shutil.copytree(place, unmarked, ignore=shutil.ignore_patterns(caches.MARK_FILE))
     moved = place.rename(tmp_path / place.name)

@@ -324,7 +324,7 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     )
     by_torch = Teacher(load_decoder(checkpoint), layers, 4, "float32")(ids[:1, :24])
     for layer in layers:
-        # Logits are rounded by 8-bit activations.
+        # 8-bit activations change the logits by rounding.
         torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)
     with torch.enable_grad():
         distill(model, rows, tmp_path / "head", "--steps", 2, "--shared-lm-head")

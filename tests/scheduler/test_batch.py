@@ -333,7 +333,7 @@ class OnlyEven:
 
 
 class Pairs:
-    """Each even token is followed by the next one."""
+    """A constraint that forces the next number after each even token."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         forced = self.forced(tokens, 1)
@@ -542,7 +542,7 @@ def test_a_callback_that_raises_ends_its_request_alone(
     for request, record in zip(given, records, strict=True):
         service.submit(request, record)
     service.submit(Request(tokens=[1], max_new_tokens=370, ignore_eos=True), fail)
-    service.submit(Request(tokens=[1], max_new_tokens=1), fail)  # its only update is the last
+    service.submit(Request(tokens=[1], max_new_tokens=1), fail)  # its first update is its last
     assert service.generate(given[0]).tokens == alone(llm, given[0])
     service.close(drain_seconds=60)
     assert [record.tokens for record in records] == [alone(llm, request) for request in given]

@@ -145,8 +145,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
-    """They are copied from a cache to one row and then to another, in memory that grows. A row that
-    starts again has no old values."""
+    """Keys and values are copied from a cache to one row and then to another row, in memory that
+    grows. A row that starts again has no old values."""
     manifest = replace(harness.manifest, dtype=dtype)
     streams = device_streams(1, "cpu")
     first, second = (RowMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))

@@ -93,8 +93,8 @@ class Texts:
         )
 
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The bits of the text's call run alone, and the values that it writes, which are then
-        removed."""
+        """The bits that the text's call gives when it runs alone, and the values that it writes,
+        which are then removed."""
         [outputs] = self.engine.forward([call])
         found = bits(outputs)
         written = self.written(call)

@@ -302,8 +302,8 @@ def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
 
 
 def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
-    """It may also have unsupported patterns. A schema without ``strict`` is not strict, as with
-    OpenAI."""
+    """The schema may also have unsupported patterns. A schema without ``strict`` is not strict, as
+    with OpenAI."""
     unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
     pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
     counted = {"type": "object", "properties": dict.fromkeys("abcdefg", True), "maxProperties": 2}
@@ -544,8 +544,8 @@ class Words:
 
 
 def test_a_grammar_that_reads_a_text_in_too_many_ways_is_an_error() -> None:
-    """Each mask takes longer than the one before, up to seconds, and all requests would wait for
-    it."""
+    """Each mask would take longer than the previous mask, up to seconds, and all requests would
+    wait for it."""
     vocabulary = LLTokenizer(TokenizerWrapper(Words()), len(Words.tokens), [0])
     made = GrammarConstraint("start: e\ne: e e | /[a-z]/", vocabulary, [0])
     with pytest.raises(ConstraintError, match="takes too much"):

@@ -209,7 +209,7 @@ def test_prompts_of_every_form(server: Served) -> None:
 
 
 def test_a_stop_string_that_is_a_special_token_stops_at_the_token(server: Served) -> None:
-    """Such a token has no text in which a string could be found."""
+    """A special token has no text in which a string could be found."""
     options = {"logit_bias": {1: 100}, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
     choice = server.complete(PROMPT, stop=["never", "<s>"], **options)["choices"][0]
     assert (choice["token_ids"], choice["text"]) == ([1], "")
@@ -325,7 +325,7 @@ def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
 
 
 def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
-    """They are the model's log-probabilities, before temperature and filters, as lm_eval and
+    """The answer has the model's log-probabilities, before temperature and filters, as lm_eval and
     perplexities need them."""
     body = {"max_tokens": 1, "echo": True, "logprobs": 1}
     greedy, hot = (

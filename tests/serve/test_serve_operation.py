@@ -212,7 +212,7 @@ def test_a_prefix_of_all_paths_changes_nothing(server: Served) -> None:
             for path in ("/health", "/ready", "/metrics", "/"):
                 assert (await client.get(f"/one{path}")).status_code == 200, path
             assert (await client.get("/one/v1/models")).status_code == 401
-            # This is Anthropic's form.
+            # The error has Anthropic's form.
             assert (await client.post("/one/v1/messages", json={})).json()["type"] == "error"
             counted = (await client.get("/one/metrics")).text
         assert 'route="/v1/models",status="401"' in counted and 'route="/health"' not in counted
@@ -233,7 +233,7 @@ def test_a_host_that_could_never_match_is_refused(host: str) -> None:
 
 
 def test_a_page_of_an_allowed_origin_may_ask(server: Served) -> None:
-    """Its browser asks for permission first, without the key."""
+    """The browser asks for permission first, without the key."""
     page = {"Origin": "https://chat.example.com"}
     asks = {
         "Access-Control-Request-Method": "POST",

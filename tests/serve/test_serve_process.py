@@ -142,7 +142,7 @@ def test_an_idle_server_ends_at_once(engine: Path) -> None:
     ],
 )
 def test_bad_options_are_one_sentence(options: list[str], words: list[str]) -> None:
-    """They are refused before anything is loaded."""
+    """Bad options are refused before anything is loaded."""
     assert_refused(run(main, "--engine-dir", "no-engines", *options), *words)
 
 

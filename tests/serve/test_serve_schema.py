@@ -57,7 +57,7 @@ OPERATIONS = [
 PATIENCE = 300
 """Time limit for an answer in seconds: a machine may be busy."""
 THOROUGH = int(os.environ.get("SCHEMA_CASES", 600))
-"""Requests for each operation in the slow test."""
+"""Number of requests for each operation in the slow test."""
 
 
 def ask(server: Served, method: str, path: str, examples: int) -> None:

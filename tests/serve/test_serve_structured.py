@@ -247,7 +247,8 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
 def test_with_tools_and_a_schema_an_answer_is_calls_or_fits(lined: Served, choice: str) -> None:
-    """This holds in each API. ``required`` allows only calls, and ``none`` only the schema."""
+    """The rule is the same in each API. ``required`` allows only calls, and ``none`` only the
+    schema."""
     kinds = set[bool]()
     (mark,) = lined.llm.encode("<")
     for seed in range(4):
@@ -287,7 +288,7 @@ def test_a_stream_tells_the_same_calls_and_answers(lined: Served) -> None:
 def test_an_answer_says_which_keywords_were_ignored(
     lined: Served, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are named in the answer's body, in a header, and in the log."""
+    """Ignored keywords are named in the answer's body, in a header, and in the log."""
     caplog.set_level(logging.INFO, "eesd.serve")
     schema = {"enum": ["a"], "not": {"const": "b"}, "uniqueItems": True}
     wanted = {"json_schema": {"name": "x", "schema": schema}}

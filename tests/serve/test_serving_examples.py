@@ -68,7 +68,7 @@ def test_probes_ask_for_life_and_readiness() -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "eesd.service"
-    # It must exist.
+    # The program of the unit must exist.
     unit.write_text(UNIT.read_text().replace("/opt/eesd/bin/eesd-serve", "/bin/true"))
     checked = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")

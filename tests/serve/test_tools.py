@@ -400,7 +400,7 @@ def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
     ),
 )
 def test_other_answers_are_returned_to_the_letter(data: st.DataObject, text: str) -> None:
-    """This holds however the text is split, streamed or not."""
+    """The answer is unchanged however the text is split, streamed or not."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for streaming in (False, True):

@@ -452,7 +452,7 @@ def reload_killed(python: Path, server: TritonServer) -> None:
 
     eventually(is_refused, 60)
     ready = "/v2/models/eesd/ready"
-    assert server.ready(ready)  # this is why a probe must generate a token
+    assert server.ready(ready)  # so a probe must generate a token
     server.post("/v2/repository/models/eesd/unload", b"{}")
     eventually(lambda: not server.ready(ready))
     server.post("/v2/repository/models/eesd/load", b"{}")

@@ -21,7 +21,7 @@ INNER = 40
 VOCABULARY = 61
 POSITIONS = 96
 ORIGINAL = 24
-"""Original positions of scaled configurations. Tests go beyond them."""
+"""Number of original positions in configurations with scaling. Texts of the tests are longer."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONG_FACTORS = [1.0 + i for i in range(8)]
 

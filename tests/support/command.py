@@ -48,7 +48,8 @@ def notice() -> str:
 
 
 def assert_one_line(stderr: str, *words: str) -> None:
-    """One line, apart from the :func:`notice` and the steps that have begun."""
+    """Check that a text has one line, apart from the :func:`notice` and the steps that have
+    begun."""
     stderr = stderr.removeprefix(notice())
     while stderr.partition("\n")[0].endswith(" ...") and not stderr.startswith("error: "):
         stderr = stderr.partition("\n")[2]

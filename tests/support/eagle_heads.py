@@ -237,8 +237,8 @@ def train(
         directory: Directory of the head.
         model: The transformers model.
         layers: The layers that the head reads, counted from 1.
-        steps: Steps of Adam, with 4 texts each.
-        length: Tokens of a text. The first three are random.
+        steps: Number of steps of Adam, with 4 texts each.
+        length: Number of tokens in a text. The first three are random.
     """
     file = directory / "model.safetensors"
     tensors = load_file(file)

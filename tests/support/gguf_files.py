@@ -47,7 +47,7 @@ class Spec:
         table: Type of the embedding table.
         tied: Whether there is no ``output.weight``.
         biases: Whether q, k and v have biases; o too, except in qwen2 and seed_oss.
-        head_dim: Values of a head.
+        head_dim: Size of a head.
         experts: For llama: ``together`` for joint tensors of all experts, ``apart`` for separate
             ones, as in old files; empty for none.
         types: Types of individual tensors.

@@ -13,7 +13,7 @@ from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 
 ROWS = (1, 5, 16, 33, 70)
-"""Numbers of rows: one or more groups, in one program; the last number needs two programs."""
+"""Numbers of rows. The last number needs two programs, and all others need one program."""
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 SMALLEST = np.float32(2.0**-100)
-"""Blocks whose largest value is below this have the levels 0."""
+"""In blocks whose largest value is below this, all levels are 0."""
 
 
 def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:

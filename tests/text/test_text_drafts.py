@@ -125,7 +125,8 @@ class Everything(TreeBudget):
 
 
 def test_a_verified_node_follows_its_parent() -> None:
-    """This holds even if the text continues after a candidate that the draft did not expand."""
+    """A parent comes before its child even if the text continues after a candidate that the draft
+    did not expand."""
     tree = DraftTree(0, 20, budget=Everything())
     for tokens in ((1, 2, 3), (4, 5, 6)):
         tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
@@ -167,7 +168,7 @@ def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budge
 def test_rejection_sampling_follows_the_verifier(
     five_token_harness: Harness, drafter: str, budget: bool, share: float
 ) -> None:
-    """This holds even if drafts of the exit head and of the text are siblings."""
+    """The distribution is right even if drafts of the exit head and of the text are siblings."""
     chosen = TreeBudget() if budget else None
     check_joint(
         five_token_harness,
@@ -268,7 +269,7 @@ def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> Non
 
 
 def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
-    """Each drafter has an account, and a round counts in one of them."""
+    """Each drafter has an account, and a round counts in only one account."""
     guard = PauseUntil(100, TEXT)
     text = SometimesCopies()
     session = harness.session(

@@ -165,7 +165,8 @@ def attempt(action: Any) -> Any:
 
 
 def assert_same(reference: Any, codec: TextCodec) -> None:
-    """Both give the same ids for texts and messages and the same text for ids, or both refuse."""
+    """The two tokenizers give the same ids for texts and messages and the same text for ids, or
+    both refuse."""
     for text in TEXTS:
         expected = attempt(lambda text=text: reference(text)["input_ids"])
         assert attempt(lambda text=text: codec.encode(text)) == expected, text
