@@ -20,7 +20,7 @@ if WORKER and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads this when torch imports it. Kernels then run on the CPU.
+    # Triton reads this variable when torch imports Triton. Kernels then run on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402

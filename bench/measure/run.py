@@ -189,7 +189,8 @@ class Bench:
         )
 
     def _drafting(self, speculation: Speculation, budget: bool = False) -> LLM:
-        """An LLM with this drafting. Without a ``budget`` it verifies every drafted token."""
+        """An LLM with these drafting options. Without a ``budget`` it verifies every drafted
+        token."""
         llm = self.llm.with_speculation(speculation)
         if not budget:
             llm.drafting = llm.drafting.with_drafter(budget=None)

@@ -55,7 +55,7 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
 
 
 def odd_texts(data: dict[str, Any], count: int) -> list[str]:
-    """The texts of the test, and random ones: pieces that rules treat differently, and characters
+    """The texts of the test, and random texts: pieces that rules treat differently, and characters
     of many scripts.
 
     Unicode's version decides which characters are letters, so only characters with a name in

@@ -114,8 +114,8 @@ def measure(
                     path=one.path,
                     options={**settings, "mode": mode, "variant": one.variant},
                 )
-                # First use of memory costs time. So each process has used the memory that it needs
-                # before anything is measured.
+                # The first use of memory costs time. So each process has used the memory that it
+                # needs before anything is measured.
                 process.ask(
                     "serve",
                     prompts=prompts,

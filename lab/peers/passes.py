@@ -28,7 +28,8 @@ MEMORY = "memory"
 """Name of plain memory reads, which are measured in turn with the passes."""
 READ_BYTES = 1 << 28
 TURN = 4
-"""Number of passes, or reads, in a contestant's turn. One more pass before these warms up."""
+"""Number of passes, or reads, in a contestant's turn. An additional pass before these passes warms
+up."""
 PROMPT_TURNS = 3
 REST_SECONDS = 0.05
 """Pause before a turn: threads of the previous contestant may still spin."""

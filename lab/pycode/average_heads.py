@@ -26,7 +26,7 @@ def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     """Average the weights of HEADS, which must have the same exit layer and shape."""
     checkpoint = Checkpoint(model)
     loaded = [load_exit_head(checkpoint, directory) for directory in heads]
-    # No head's prior fits the mean.
+    # The prior of one head does not fit the mean of all heads.
     configs = {replace(head.exit_config, calibration=None) for head in loaded}
     if len(configs) > 1:
         raise EESDError(

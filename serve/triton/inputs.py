@@ -80,7 +80,7 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     request = Request(
         tokens=tokens,
         sampling=replace(llm.default_sampling, **_sampling(given)),
-        # Clients without a stop word send an empty one.
+        # Clients without a stop word send an empty word.
         stop=tuple(word for word in words if word),
         **options,
     )

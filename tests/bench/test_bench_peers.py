@@ -86,7 +86,8 @@ class Fake:
 
 @pytest.fixture
 def work(engine: Path, text_model: Path, tmp_path: Path) -> Path:
-    """A work directory with both forms for EESD; the peers' interpreter is this one."""
+    """A work directory with both forms for EESD; the peers' interpreter is the interpreter of the
+    tests."""
     directory = tmp_path / "work"
     directory.mkdir()
     made = {"EESD gguf": {"bytes": 1.0}, "EESD F32": {"bytes": 1.0}}

@@ -505,7 +505,7 @@ def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None
 
 @pytest.fixture(params=["torch", "operators"])
 def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
-    """Each kind of writer."""
+    """A writer of each kind."""
     checkpoint = Checkpoint(learner)
     if request.param == "torch":
         return TorchWriter(load_decoder(checkpoint))

@@ -209,8 +209,8 @@ def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:
 
 
 def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
-    """The draft's proposals are those of the host, in two rounds. More tokens precede the
-    second."""
+    """The draft's proposals are those of the host, in two rounds. More tokens precede the second
+    round."""
     host, device = (make_sampler(sampling, 97, columns) for _ in range(2))
     for tokens in (COMMITTED, [*COMMITTED, 9, 8, 7]):
         nodes = chain([2, 60, 1])

@@ -149,7 +149,7 @@ def test_captures_of_two_threads_at_once_are_noticed(
     planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The lock prevents this mistake: torch waits for the whole GPU before a capture. Not every
-    order leads to it."""
+    order of the work leads to the mistake."""
     for seed in range(10):
         in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], seed, locked=False)
         if "runs without a CUDA graph" in caplog.text:

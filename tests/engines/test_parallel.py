@@ -42,7 +42,7 @@ from eesd.serve.cli import main as serve_main
 
 MEMBER = Path(team_member.__file__)
 PROMPT = [1, 17, 5, 40, 3, 22, 9, 31, 7, 2, 11, 13]
-"""Longer than the windows."""
+"""A prompt that is longer than the windows."""
 WHOLE = ("--exit-head", "quantized")
 """The draft is all layers in 4 bits."""
 SIZES = SMALL | {"intermediate_size": 48, "pad_token_id": None}

@@ -71,7 +71,7 @@ SPLITS = [
     (2, 3),
     *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 4), (2, 2), (3, 2))),
 ]
-"""Exit layer and stages. A stage may end at the exit."""
+"""Exit layer and number of stages. A stage may end at the exit."""
 
 
 def layers_of(manifest: Manifest) -> list[int]:

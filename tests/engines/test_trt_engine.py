@@ -328,7 +328,7 @@ def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slot
 
 @pytest.mark.usefixtures("installed")
 def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) -> None:
-    """The tokens of such rounds may depend on the drafts."""
+    """The tokens of rounds that are not exact may depend on the drafts."""
     llm = eesd.load(
         few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False
     )
@@ -452,7 +452,7 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(
 
 
 def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
-    """With equal addresses the copy would be an error, and with different ones the cache would
+    """With equal addresses the copy would be an error, and with different addresses the cache would
     never be written."""
     directory = staged(1)
     host = fake.host_of(directory)

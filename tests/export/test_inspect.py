@@ -203,7 +203,7 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
     """A tied embedding table is the LM head of the verify graph, and of a draft without a separate
-    LM head. A 4-bit copy is separate."""
+    LM head. A 4-bit copy of the LM head is separate."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(

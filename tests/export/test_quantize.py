@@ -170,7 +170,7 @@ def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> N
 def test_weights_that_float16_cannot_hold_are_refused(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """int8 has float32 scales, and accepts such weights."""
+    """int8 has float32 scales, and accepts weights that float16 cannot hold."""
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -408,7 +408,7 @@ def test_own_lm_head_of_the_exit_head_is_quantized(
 
 
 def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_path: Path) -> None:
-    """A model with only such weights is refused."""
+    """A model that has only weights without whole blocks is refused."""
     options = ("--exit-layer", 1, "--quantize", "int4")
     shown = succeed(
         export_main, "--model", text_model, "-o", tmp_path / "plans", *options, "--check"

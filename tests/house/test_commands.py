@@ -57,7 +57,8 @@ def parameters(*kinds: type) -> list[Any]:
 
 NUMERIC = (click.types.IntParamType, click.types.FloatParamType)
 API = [SCRIPTS["eesd-run"], SCRIPTS["eesd-serve"]]
-"""The Python API checks their numbers (tests/round/test_cli_bad_input.py)."""
+"""The Python API checks the numbers that these commands take
+(tests/round/test_cli_bad_input.py)."""
 
 
 def give(

@@ -298,8 +298,8 @@ def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Pat
 def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(
     model_dir: Path,
 ) -> None:
-    """The frequencies of such scalings change when a text grows, which would invalidate keys in the
-    KV cache."""
+    """The frequencies of scalings that depend on the length change when a text grows, which would
+    invalidate keys in the KV cache."""
     edit_json(model_dir / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
     config = load_config(model_dir)
     assert (config.max_positions, config.geometry.rope_scaling) == (256, None)

@@ -77,7 +77,7 @@ def tensors_of(model: Path) -> dict[str, Tensor]:
 
 
 def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
-    """Replace the model's tensors by these."""
+    """Replace all tensors of the model by ``tensors``."""
     for file in [*model.glob("*.safetensors"), *model.glob("*.index.json")]:
         file.unlink()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})

@@ -619,7 +619,7 @@ def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
 
 
 def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> None:
-    """TensorRT can build plans from such engines."""
+    """TensorRT can build plans from engines with 16-bit weights."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16")
     assert load_manifest(directory).quantization == UNQUANTIZED
@@ -907,7 +907,8 @@ def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, A
 def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
     tmp_path: Path,
 ) -> None:
-    """Files of Gemma 2 that an older converter wrote have such ends."""
+    """Files of Gemma 2 that an older converter wrote have an end of a turn that is not a control
+    token."""
     [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
     template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
     assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))

@@ -357,7 +357,7 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
 
 
 def test_a_published_config_leaves_most_fields_to_the_defaults(tmp_path: Path) -> None:
-    """The config is that of google/gemma-3-4b-it, from memory."""
+    """The config is that of google/gemma-3-4b-it, written from memory."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

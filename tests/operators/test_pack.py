@@ -1,4 +1,5 @@
-"""How weights become panels: GGUF blocks, arrays in any order of memory, and what is refused.
+"""How weights become panels: GGUF blocks, arrays in any order of memory, and inputs that are
+refused.
 
 ``test_operators.py`` compares the bytes with those that SPECIFICATION.md lists.
 """

@@ -213,7 +213,7 @@ def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
 
 
 def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """The results of four threads that use one LLM at once, and the expected ones: whole texts,
+    """The results of four threads that use one LLM at once, and the expected results: whole texts,
     streams, sessions and prefixes."""
     prompts = [[1 + number, 40, 50, 60] * 12 for number in range(4)]
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}

@@ -43,7 +43,8 @@ def model(engine: Path) -> LLM:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Service]]:
-    """An LLM, and a service over an equal LLM. Each learns from its own requests."""
+    """An LLM, and a service over an equal LLM. The LLM and the service each learn only from their
+    own requests."""
     speculation = SHAPES[request.param]
     service = Service(model.with_speculation(speculation), BatchOptions(max_rows=3))
     yield model.with_speculation(speculation), service

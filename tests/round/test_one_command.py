@@ -119,7 +119,7 @@ def test_the_first_start_exports_and_later_ones_only_run(
     assert packed.read_bytes() == built.read_bytes()
     assert not (place / "weights.bin").exists()  # the cache holds a model once
     before = contents(cache)
-    # Torch and the packages of exporting cannot be imported.
+    # torch and the packages for exporting cannot be imported.
     with python(BLOCK + RUN, "--model", model, *ASK) as second:
         stdout, stderr = second.communicate()
     assert (second.returncode, stdout, stderr) == (0, expected, notice())

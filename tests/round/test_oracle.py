@@ -122,7 +122,7 @@ def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
-    """``exact``, ``refused`` or ``different``, and the tokens that were compared."""
+    """``exact``, ``refused`` or ``different``, and the number of tokens that were compared."""
     case.write(directory)
     try:
         checkpoint = Checkpoint(directory)

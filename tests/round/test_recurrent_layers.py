@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     """A recurrent layer.
 
     Attributes:
-        model_type: A family with such layers.
+        model_type: A family with recurrent layers.
         options: Options of its config.
         outputs: Modules of a block that write into the hidden states.
         norm: The last norm.
@@ -270,6 +270,6 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
 
 
 def test_a_head_needs_layers_with_attention(place: Path) -> None:
-    """The blocks of a head start from such layers."""
+    """The blocks of a head start from layers with attention."""
     with pytest.raises(EESDError, match="between 0 and 2 blocks"):
         make_initial_head(Checkpoint(place / "model"), ExitConfig(1, blocks=3))

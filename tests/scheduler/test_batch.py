@@ -458,7 +458,7 @@ def test_a_mistake_with_caches_is_caught(
     expected = [alone(llm, request) for request in given]
     monkeypatch.setattr(owner, name, mistake)
     found = [record.tokens for record in run(scheduler, given)]
-    # With kept prefixes of prompts.
+    # This run finds kept prefixes of the prompts.
     again = [record.tokens for record in run(scheduler, given)]
     assert [found, again] != [expected, expected]
 
@@ -639,8 +639,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 
 def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
-    """The youngest request waits first. Requests continue later with the tokens and
-    log-probabilities that they have alone. Nothing is refused."""
+    """The youngest request is the first that has to wait. Requests continue later with the tokens
+    and log-probabilities that they have alone. Nothing is refused."""
     slot = llm.engines.verify.new_kv_caches()[0].slot_bytes
     nodes = llm.manifest.max_tree_nodes
     options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)

@@ -108,7 +108,7 @@ def test_clients_for_python(server: Served, name: str, file: str) -> None:
         python = environments.make(name)
     except environments.Unavailable as reason:
         pytest.skip(f"no clients here: {reason}")
-    # litellm fetches a list of models, unless it may use the one that it has.
+    # litellm fetches a list of models, unless it may use the list that it contains.
     variables = environments.variables(python, LITELLM_LOCAL_MODEL_COST_MAP="True")
     check(ask([python, CLIENTS / file], server, **variables), server, name)
 

@@ -120,7 +120,7 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
 
 
 def test_the_batch_lives_on(server: Served) -> None:
-    """The requests of schemathesis have harmed nothing."""
+    """The requests of schemathesis did no harm."""
     server.idle()
     assert (
         server.complete("abc", max_tokens=8)["choices"][0]["text"]

@@ -138,7 +138,7 @@ class Case:
     described: str = field(compare=False)
 
     def write(self, directory: Path) -> Path:
-        """Write the checkpoint. Its files depend on the case only."""
+        """Write the checkpoint. The files depend only on the case."""
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(self.config))
         tensors = {

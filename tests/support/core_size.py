@@ -47,7 +47,7 @@ NOT_CODE = re.compile(
 
 
 def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
-    """Statements and files of each part."""
+    """Numbers of statements and files of each part."""
     edges = graph(package)
     files = dict(modules(package))
 

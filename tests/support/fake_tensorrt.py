@@ -96,8 +96,8 @@ def write_plans(
 
 
 def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
-    """The graph that a plan computes, whose attention may read only the first slots. It lies next
-    to the weights."""
+    """The graph that a plan computes, whose attention may read only the first slots. The graph is
+    stored next to the weights."""
     if len(attended_slots(manifest, graph)) == 1:
         return directory / graph.file
     model = onnx.load(directory / graph.file, load_external_data=False)

@@ -42,7 +42,7 @@ class FamilyCase:
     seed: int
 
     def write(self, directory: Path) -> Path:
-        """Write it with ``save_pretrained``."""
+        """Write the model with ``save_pretrained``."""
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)

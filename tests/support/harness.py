@@ -144,7 +144,7 @@ def _shared(
 
 
 def finish(session: Session) -> list[RoundResult]:
-    """Run to the end. Returns the rounds."""
+    """Run a session to its end. Returns the rounds."""
     rounds = []
     while session.finish_reason is None:
         rounds.append(session.step())
@@ -152,7 +152,7 @@ def finish(session: Session) -> list[RoundResult]:
 
 
 def generated(session: Session) -> list[int]:
-    """Run to the end. Returns all new tokens."""
+    """Run a session to its end. Returns all new tokens."""
     finish(session)
     return session.tokens[session.stats.prompt_tokens :]
 

@@ -26,7 +26,7 @@ def kill_command(module: str, arrange: str, *arguments: object) -> None:
 
 def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool:
     """Call a function in a process that dies at the ``number``-th executed line of a module.
-    Returns False if it ended before."""
+    Returns False if the process ended before."""
     child = os.fork()
     if child == 0:
         left = number

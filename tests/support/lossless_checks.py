@@ -440,9 +440,9 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
 
 
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
-    """With kept prefixes, the same tokens are drafted and accepted as without: in a single session
-    and in a service, whatever token follows the kept ones, and whether a prompt or a generation
-    left the prefixes. Returns the number of drafted tokens."""
+    """With kept prefixes, the same tokens are drafted and accepted as without them: in a single
+    session and in a service, whatever token follows the kept tokens, and whether a prompt or a
+    generation left the prefixes. Returns the number of drafted tokens."""
     speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
     kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
     alone = load(directory, backend, threads=1, speculation=speculation)

@@ -1,4 +1,5 @@
-"""Programs in separate sessions (``start_new_session``), and all processes in these, from /proc."""
+"""Programs in separate sessions (``start_new_session``), and the list of all processes of a
+session, from /proc."""
 
 import os
 import signal

@@ -433,7 +433,7 @@ class Rule:
     epsilon: float
 
     def outputs(self, x: Floats) -> Floats:
-        """The outputs [T, values] of tokens x [T, columns] that follow each other."""
+        """The outputs [T, values] of consecutive tokens x [T, columns]."""
         heads = self.value_heads
         keys = self.key_heads * self.key_dim
         values = heads * self.value_dim

@@ -17,7 +17,8 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, *functions: Callable[[], object]) -> None:
-        """Run the functions until all end. Raises an exception of one of them."""
+        """Run the functions until all have ended. Raises the exception of a function, if there is
+        any."""
         self._waiting = [*range(len(functions))]
         threads = [
             threading.Thread(target=self._run, args=(number, one))

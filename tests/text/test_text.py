@@ -372,7 +372,7 @@ def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.Monke
 
 
 def test_a_character_of_the_prompt_comes_with_its_last_byte(kind: Kind) -> None:
-    """Nothing of the prompt is repeated, and the cut does not break the bytes that follow."""
+    """No part of the prompt is repeated, and the cut does not break the bytes that follow."""
     euro = (
         [byte_tokens[byte] for byte in "€".encode()]
         if (byte_tokens := kind.of_bytes or kind.fallback)

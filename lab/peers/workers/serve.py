@@ -54,8 +54,8 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Measure ``count`` passes over ``rows`` tokens with a filled cache. One more pass before
-        these warms up."""
+        """Measure ``count`` passes over ``rows`` tokens with a filled cache. An additional pass
+        before these passes warms up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
     def serve(
