@@ -43,7 +43,7 @@ class Answer:
         equal: Whether all tokens are those of plain decoding.
         accepted, judged: Draft tokens. A token is judged if all tokens before it were accepted.
             Older results lack these.
-        pauses: Times that the guard paused drafting.
+        pauses: Number of times that the guard paused drafting.
         bits: Whether all logits are those of plain decoding, bit for bit; None if not compared.
     """
 

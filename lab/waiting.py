@@ -1,4 +1,4 @@
-"""Compare the time to the first token of short and long prompts in one batch between two checkouts.
+"""Compare two checkouts by the time to the first token of short and long prompts in one batch.
 
     python -m lab.waiting --engine-dir plans/ --against OTHER/src
 

@@ -86,7 +86,7 @@ class Run:
         offered: Draft tokens judged at depth 1, 2, ... A token is judged if all tokens before it
             were accepted.
         accepted: Draft tokens accepted at depth 1, 2, ...
-        guard_rests: Times that the guard paused drafting.
+        guard_rests: Number of times that the guard paused drafting.
         equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which
             promises the distribution.
         divergence: If not equal, the index of the first different token.

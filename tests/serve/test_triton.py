@@ -444,7 +444,7 @@ def test_a_killed_stub_answers_again_after_a_reload(
 
 
 def reload_killed(python: Path, server: TritonServer) -> None:
-    """Load the model again after the server has noticed that its stub is gone."""
+    """Load the model again after the server has detected that its stub is gone."""
 
     def is_refused() -> bool:
         (answers,) = Client(python, server, [{"inputs": RUNNING}], seconds=3).all()
