@@ -89,8 +89,8 @@ def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[
 
 
 def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[Any], list[Any]]:
-    """Sorted log-probabilities of the tokens and prompts of two requests, in a batch of ``rows``
-    rows."""
+    """Log-probabilities of the tokens (sorted) and of the prompts of two requests, in a batch of
+    ``rows`` rows."""
     base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
     given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
     options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
