@@ -36,7 +36,7 @@ from eesd.common.architecture import (
     Norm,
     Table,
 )
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry
+from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
 from eesd.common.weights import (
@@ -369,19 +369,55 @@ class OnnxOperations:
         """The weights of the experts [B, n, E]; 0 for an expert that a token does not use."""
         experts = block.geometry.experts
         assert experts is not None
-        scores = self._cast(self._linear(x, [mixture.router]), self.dtype, "float32")
-        shares = self.node("Softmax", [scores], axis=-1)
-        best, indices = self.nodes_of("TopK", [shares, self.constant([experts.used])], 2, axis=-1)
+        if experts.choice_bias:  # differences of the sums are too small for 16 bits
+            matrix = self._matrix(f"{mixture.router.name}.weight")
+            wide = [self._cast(one, self.dtype, "float32") for one in (x, matrix)]
+            logits = self.node("MatMul", wide)
+        else:
+            logits = self._cast(self._linear(x, [mixture.router]), self.dtype, "float32")
+        if experts.scores == "sigmoid":
+            shares = self.node("Sigmoid", [logits])
+        else:
+            shares = self.node("Softmax", [logits], axis=-1)
+        ranks = self._ranks(shares, experts, mixture)
+        best, indices = self._largest(ranks, experts.used)
+        if ranks != shares:
+            best = self.node("GatherElements", [shares, indices], axis=-1)
         if experts.normed:
             total = self.node("ReduceSum", [best, self.constant([-1])], keepdims=1)
+            if experts.norm_eps:
+                total = self.node("Add", [total, self.constant(experts.norm_eps, "float32")])
             best = self.node("Div", [best, total])
         if mixture.scales:
             factors = self._cast(self.weight(mixture.scales, experts.count), self.dtype, "float32")
             best = self.node("Mul", [best, self.node("Gather", [factors, indices])])
+        if experts.scale != 1:
+            best = self.node("Mul", [best, self.constant(experts.scale, "float32")])
         shape = self.node("Shape", [shares])
         none = self.node("Expand", [self.constant(0.0, "float32"), shape])
         found = self.node("ScatterElements", [none, indices, best], axis=-1)
         return self._cast(found, "float32", self.dtype)
+
+    def _largest(self, x: str, count: int) -> list[str]:
+        """The largest values of each row, and their columns."""
+        return self.nodes_of("TopK", [x, self.constant([count])], 2, axis=-1)
+
+    def _ranks(self, scores: str, experts: Experts, mixture: Mixture) -> str:
+        """The scores by which experts are chosen: with biases, and very small outside of the groups
+        that a token uses."""
+        if mixture.bias:
+            scores = self.node("Add", [scores, self.weight(mixture.bias, experts.count)])
+        if experts.groups == 1:
+            return scores
+        apart = self._reshape(scores, [0, 0, experts.groups, -1])
+        best = self._largest(apart, experts.group_best)[0]
+        ranks = self.node("ReduceSum", [best, self.constant([-1])], keepdims=0)
+        used = self._largest(ranks, experts.used_groups)[1]
+        shape = self.node("Shape", [ranks])
+        far = self.node("Expand", [self.constant(-1e30, "float32"), shape])
+        zeros = self.node("Expand", [self.constant(0.0, "float32"), self.node("Shape", [used])])
+        added = self.node("ScatterElements", [far, used, zeros], axis=-1)
+        return self._reshape(self.node("Add", [apart, self._unsqueeze(added, -1)]), [0, 0, -1])
 
     def add(self, residual: Sequence[str], y: str, name: str) -> str:
         if not residual:

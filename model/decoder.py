@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from eesd.common.architecture import (
+    CHOICE_BIAS,
     EMBEDDING,
     INPUTS,
     Model,
@@ -88,6 +89,7 @@ def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> Non
 def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
     shape = shapes[f"{name}.weight"]
     if len(shape) == 1:
+        wide = wide or name.endswith(CHOICE_BIAS)
         return Normalization(shape[0], wide, f"{name}.bias" in shapes)
     if len(shape) == 3:
         return nn.Conv1d(shape[0], shape[0], shape[2], groups=shape[0], bias=False)

@@ -1,14 +1,18 @@
 """Mixtures of experts in checkpoints: fields that families share, and the splitting of joint
 tensors."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from eesd.common.architecture import ROUTER
+import numpy as np
+
+from eesd.common.architecture import CHOICE_BIAS, ROUTER, SHARED
 from eesd.common.errors import EESDError
-from eesd.common.geometry import Geometry
+from eesd.common.geometry import Experts, Geometry
 from eesd.model.arrays import to_float32
 from eesd.model.family import Tensors, rows_of
 from eesd.model.fields import Fields
@@ -30,22 +34,77 @@ class Counts(NamedTuple):
     used: int
 
 
-def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Counts:
-    """The number of experts, at least ``least``, under either field name, and the number that a
-    token uses.
+def take_experts(
+    fields: Fields,
+    count: Any,
+    used: Any,
+    least: int = 1,
+    names: tuple[str, str] = ("num_local_experts", "num_experts"),
+) -> Counts:
+    """The number of experts, at least ``least``, under one of two field names, and the number that
+    a token uses.
 
-    ``count`` and ``used`` are the defaults.
+    ``count`` and ``used`` are the defaults; ``...`` if required.
     """
-    names = [name for name in ("num_local_experts", "num_experts") if name in fields.raw]
-    counts = {fields.integer(name, least=least) for name in names} or {count}
+    found = [name for name in names if name in fields.raw] or names[:1]
+    counts = {fields.integer(name, count, least=least) for name in found}
     if len(counts) > 1:
-        raise ValueError(
-            "num_local_experts and num_experts differ, which are two names of one number"
-        )
+        raise ValueError(f"{names[0]} and {names[1]} differ, which are two names of one number")
     fields.taken |= {"output_router_logits", "router_aux_loss_coef"}  # for a training loss
-    [found] = counts
-    most = found or 2**63 - 1
-    return Counts(found, fields.integer("num_experts_per_tok", used, most=most))
+    [experts] = counts
+    most = experts or 2**63 - 1
+    return Counts(experts, fields.integer("num_experts_per_tok", used, most=most))
+
+
+def scored_experts(
+    fields: Fields, layers: int, defaults: Mapping[str, Any]
+) -> dict[str, Experts | None]:
+    """The part of the geometry for experts that are chosen as in DeepSeek-V3: by sigmoids plus
+    biases, optionally within groups.
+
+    Args:
+        fields: The fields of the config.
+        layers: Number of layers.
+        defaults: Defaults of fields; fields without a default here are required.
+    """
+
+    def take(name: str, least: int = 1) -> Any:
+        return fields.integer(name, defaults.get(name, ...), least=least)
+
+    names = ("n_routed_experts", "num_local_experts")
+    most = defaults.get(names[0], ...)
+    most_used = defaults.get("num_experts_per_tok", ...)
+    count, used = take_experts(fields, most, most_used, names=names)
+    size = take("moe_intermediate_size")
+    groups = fields.integer("n_group", 1)
+    dense = range(min(layers, take("first_k_dense_replace", least=0)))
+    experts = Experts(
+        count,
+        used,
+        size,
+        normed=fields.flag("norm_topk_prob", defaults["norm_topk_prob"]),
+        dense_layers=tuple(dense),
+        shared=size * take("n_shared_experts", least=0),
+        scores="sigmoid",
+        choice_bias=True,
+        groups=groups,
+        used_groups=fields.integer("topk_group", 1, most=groups),
+        group_best=2 if groups > 1 else 1,
+        norm_eps=1e-20,
+        scale=fields.number("routed_scaling_factor", defaults["routed_scaling_factor"]),
+    )
+    return {"experts": experts if len(dense) < layers else None}
+
+
+def scored_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """The tensors of these experts with the decoder's names."""
+    bias = r"\.mlp\.(gate\.)?e_score_correction_bias$"
+    shared = (".mlp.shared_experts.", f".{SHARED}.")
+    found = {
+        re.sub(bias, f".{CHOICE_BIAS}.weight", name.replace(*shared)): tensor
+        for name, tensor in tensors.items()
+    }
+    return apart(found, geometry)
 
 
 def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
@@ -107,7 +166,11 @@ def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
         ):
             continue
         name = f"model.layers.{layer}.{ROUTER}.weight"
-        rows = to_float32(tensors[name].read()) + 0  # makes -0 equal 0
+        rows = to_float32(tensors[name].read())
+        if experts.choice_bias:
+            bias = to_float32(tensors[f"model.layers.{layer}.{CHOICE_BIAS}.weight"].read())
+            rows = np.concatenate((rows, bias[:, None]), 1)
+        rows = rows + 0  # makes -0 equal 0
         if len({row.tobytes() for row in rows}) < experts.count:
             raise EESDError(
                 f"{path}: two experts have equal rows in {name}, and which of them a token "

@@ -44,7 +44,7 @@ from eesd.common.architecture import (
     Norm,
     Table,
 )
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry
+from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
 from eesd.common.weights import INPUTS, split_side
@@ -342,13 +342,33 @@ class TorchOperations:
         not use."""
         experts = block.geometry.experts
         assert experts is not None
-        shares = self.linear(x, [mixture.router]).float().softmax(-1)
-        chosen, indices = shares.topk(experts.used, -1)
+        if experts.choice_bias:  # differences of the sums are too small for 16 bits
+            router = self.weight(mixture.router.name, experts.count).float()
+            logits = x.float() @ router.T
+        else:
+            logits = self.linear(x, [mixture.router]).float()
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+        indices = self._ranks(scores, experts, mixture).topk(experts.used, -1).indices
+        chosen = scores.gather(-1, indices)
         if experts.normed:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + experts.norm_eps)
         if mixture.scales:
             chosen = chosen * self.weight(mixture.scales, experts.count).float()[indices]
-        return torch.zeros_like(shares).scatter(-1, indices, chosen).to(x.dtype)
+        chosen = chosen * experts.scale
+        return torch.zeros_like(scores).scatter(-1, indices, chosen).to(x.dtype)
+
+    def _ranks(self, scores: Tensor, experts: Experts, mixture: Mixture) -> Tensor:
+        """The scores by which experts are chosen: with biases, and minus infinity outside of the
+        groups that a token uses."""
+        if mixture.bias:
+            scores = scores + self.weight(mixture.bias, experts.count)
+        if experts.groups == 1:
+            return scores
+        apart = scores.view(*scores.shape[:-1], experts.groups, -1)
+        best = apart.topk(experts.group_best, -1).values.sum(-1)
+        used = best.topk(experts.used_groups, -1).indices
+        left_out = torch.ones_like(best).scatter(-1, used, 0)[..., None] != 0
+        return apart.masked_fill(left_out, -torch.inf).flatten(-2)
 
     def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
         """The weighted sum of the experts, each of which runs on all tokens.

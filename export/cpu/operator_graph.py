@@ -34,7 +34,7 @@ from eesd.common.architecture import (
     draft,
     verify,
 )
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry
+from eesd.common.geometry import SCORES, SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
 from eesd.common.weights import (
@@ -298,8 +298,8 @@ class _Builder:
         logits = self.product(x, [mixture.router], f"{block.prefix}experts", router_norm)
         given = [x, self._norm_weight(norm), logits, self._residual(residual, name)]
         given += self._experts_biases(mixture)
-        scales = mixture.scales
-        given.append(self.weight(scales, experts.count) if scales else self._small())
+        for module in (mixture.scales, mixture.bias):
+            given.append(self.weight(module, experts.count) if module else self._small())
         return self._node(
             "Mixture",
             [*given, *map(self._packed, parts)],
@@ -308,6 +308,12 @@ class _Builder:
             gating=GATINGS[block.geometry.activation],
             used=experts.used,
             normed=int(experts.normed),
+            scores=SCORES.index(experts.scores),
+            groups=experts.groups,
+            used_groups=experts.used_groups,
+            group_best=experts.group_best,
+            norm_eps=experts.norm_eps,
+            scale=experts.scale,
             matrices=self._numbers(parts),
         )
 

@@ -11,6 +11,7 @@ from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.gemma4 import GEMMA4
 from eesd.model.families.glm import GLM, GLM4
+from eesd.model.families.glm4_moe import GLM4_MOE
 from eesd.model.families.gpt_oss import GPT_OSS
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.granite_hybrid import GRANITE_HYBRID
@@ -87,6 +88,7 @@ _MIXED = (
     GPT_OSS,
     QWEN3_NEXT,
     QWEN3_5_MOE,
+    GLM4_MOE,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
 """Families by ``model_type``."""

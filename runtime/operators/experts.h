@@ -1,20 +1,63 @@
 // The choice of a token's experts, and the weighted sum of their results.
 
-// Find the experts with the k largest logits of each row, and their weights.
+// Compute the scores of all experts of a row.
+static void score(const Routing &job, const float *logits, float *scores) {
+  const int64_t columns = job.top.columns;
+  int64_t first;
+  float normalizer = 0;
+  if (job.scores == SOFTMAX) top({logits, columns, 1, &first, &normalizer}, 0, 1);
+  const float most = job.scores == SOFTMAX ? logits[first] : 0;
+  for (int64_t i = 0; i < columns; i += 16) {
+    const int64_t count = least(16, columns - i);
+    const Floats x = load_some(logits + i, count);
+    if (job.scores == SOFTMAX) store_some(scores + i, count, exponential(add(sub(x, all(most)), all(normalizer))));
+    else store_some(scores + i, count, div(all(1.f), add(all(1.f), exponential(sub(all(0), x)))));
+  }
+}
+
+// Replace the ranks of experts in groups that a row does not use by minus infinity. `sums` and `found` have room for all experts.
+static void keep_groups(const Routing &job, float *ranks, float *sums, float *best, int64_t *found) {
+  const int64_t size = job.top.columns / job.groups;
+  for (int64_t group = 0; group < job.groups; group++) {
+    find_largest(ranks + group * size, {nullptr, size, job.group_best, nullptr, nullptr}, best, found);
+    sums[group] = 0;
+    for (int64_t i = 0; i < job.group_best; i++) sums[group] += best[i];
+  }
+  find_largest(sums, {nullptr, job.groups, job.used_groups, nullptr, nullptr}, best, found);
+  for (int64_t group = 0; group < job.groups; group++) {
+    bool used = false;
+    for (int64_t i = 0; i < job.used_groups; i++) used |= found[i] == group;
+    for (int64_t i = group * size; !used && i < (group + 1) * size; i++) ranks[i] = -INFINITY;
+  }
+}
+
+// Find the experts of a row by their scores and biases, and store their scores as weights.
+static void choose(const Routing &job, int64_t row, float *weights, int64_t *found) {
+  const int64_t columns = job.top.columns;
+  float *scores = job.memory + row * 4 * columns, *ranks = scores + columns, *sums = ranks + columns, *best = sums + columns;
+  score(job, job.top.logits + row * columns, scores);
+  for (int64_t i = 0; i < columns; i++) ranks[i] = job.bias ? scores[i] + job.bias[i] : scores[i];
+  if (job.groups > 1) keep_groups(job, ranks, sums, best, job.columns + row * columns);
+  find_largest(ranks, job.top, weights, found);
+  for (int64_t i = 0; i < job.top.k; i++) weights[i] = scores[found[i]];
+}
+
+// Find the experts of each row, and their weights.
 static void route(const Routing &job, int64_t first_row, int64_t last_row) {
-  top(job.top, first_row, last_row);
+  const bool by_logits = job.by_logits();
+  if (by_logits) top(job.top, first_row, last_row);
   const int64_t k = job.top.k;
   for (int64_t row = first_row; row < last_row; row++) {
     float *weights = job.top.logprobs + row * k;
-    for (int64_t i = 0; i < k; i += 16) {
-      float lane[16];
-      store(lane, exponential(load_some(weights + i, least(16, k - i))));
-      for (int64_t j = i; j < least(i + 16, k); j++) weights[j] = lane[j - i];
-    }
+    if (!by_logits) choose(job, row, weights, job.top.found + row * k);
+    for (int64_t i = 0; by_logits && i < k; i += 16)
+      store_some(weights + i, least(16, k - i), exponential(load_some(weights + i, least(16, k - i))));
     float sum = 0;
     for (int64_t i = 0; i < k; i++) sum += weights[i];
+    sum += job.epsilon;
     for (int64_t i = 0; job.normed && i < k; i++) weights[i] /= sum;
     for (int64_t i = 0; job.factors && i < k; i++) weights[i] *= job.factors[job.top.found[row * k + i]];
+    for (int64_t i = 0; i < k; i++) weights[i] *= job.scale;
   }
 }
 

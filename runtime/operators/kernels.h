@@ -210,11 +210,21 @@ struct TopK {
   float *logprobs;  // [rows, k]
 };
 
-// The experts with the largest logits of each row, and their weights.
+enum Scores { SOFTMAX, SIGMOID };
+
+// The experts of each row, and their weights.
 struct Routing {
   TopK top;
   bool normed;           // whether the weights are divided by their sum
   const float *factors;  // [columns]: factors of the weights, or null
+  Scores scores;
+  const float *bias;  // [columns]: added to the scores by which experts are chosen, or null
+  int64_t groups, used_groups, group_best;
+  float epsilon, scale;
+  float *memory;     // [rows, 4 columns], unless experts are chosen by their logits
+  int64_t *columns;  // [rows, columns], if there are groups
+
+  [[gnu::always_inline]] bool by_logits() const { return scores == SOFTMAX && !bias && groups == 1; }
 };
 
 // The weighted sum of the results of a token's experts, in ascending order of the experts.

@@ -212,17 +212,23 @@ class Multiply {
 };
 
 // x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], factors
-// of the weights [E] or [0], gate, up and down of each expert -> y [T, H]: the results of the experts with the k largest logits, times
-// their weights, added up. Weights of experts that no token uses are not read.
+// of the weights [E] or [0], biases of the choice [E] or [0], gate, up and down of each expert -> y [T, H]: the results of the k experts
+// with the largest logits or scores, times their weights, added up. Weights of experts that no token uses are not read.
 class Mixture {
  public:
   static constexpr const char *name = "Mixture";
   static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Mixture(const Node &node)
       : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), used_(positive(node, "used")),
-        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 7)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
+        normed_(node.integer("normed") != 0), scores_(static_cast<Scores>(node.integer("scores"))), groups_(positive(node, "groups")),
+        used_groups_(positive(node, "used_groups")), group_best_(positive(node, "group_best")), norm_epsilon_(node.real("norm_eps")),
+        scale_(node.real("scale")), parts_(read_matrices(node, 8)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
     check(parts_.size() % 3 == 0 && used_ <= experts_, "an expert has three weights, and a token uses no more experts than there are");
     check(gating_ >= SILU && gating_ <= CLAMPED, "the gating is unknown");
+    check(scores_ == SOFTMAX || scores_ == SIGMOID, "the scores are unknown");
+    check(experts_ % groups_ == 0 && used_groups_ <= groups_ && group_best_ <= experts_ / groups_ &&
+              used_ <= used_groups_ * (experts_ / groups_),
+          "groups have equal numbers of experts, and a token uses no more groups and experts than there are");
     const Matrix &gate = parts_[0], &down = parts_[2];
     for (size_t i = 0; i < parts_.size(); i += 3) {
       check(parts_[i].inputs == gate.inputs && parts_[i].outputs == gate.outputs && parts_[i + 1].inputs == gate.inputs &&
@@ -236,6 +242,7 @@ class Mixture {
     inner_bias_ = node.floats(4, experts_ * 2 * gate.outputs, "biases have another size");
     bias_ = node.floats(5, experts_ * gate.inputs, "biases have another size");
     factors_ = node.floats(6, experts_, "there is a factor for each expert");
+    choice_bias_ = node.floats(7, experts_, "there is a bias of the choice for each expert");
   }
 
   void run(const Call &call) const {
@@ -247,13 +254,18 @@ class Mixture {
     check(residual.size() == 0 || (residual.type == ort::FLOAT && residual.size() == x.size()), "the residual has another size");
     float *y = call.output<float>(0, {tokens, hidden});
     if (!tokens) return;
+    Routing routing = {{logits.floats(), experts_, used_, nullptr, nullptr},
+                       normed_, factors_, scores_, choice_bias_, groups_, used_groups_, group_best_, norm_epsilon_, scale_, nullptr, nullptr};
+    const int64_t scored = routing.by_logits() ? 0 : tokens * experts_;
     Ready outer(settings_, pairs, hidden, parts_[0].has_levels()), middle(settings_, pairs, inner, parts_[2].has_levels());
     Scratch memory(outer.bytes() + middle.bytes() + 2 * Scratch::bytes_of<float>(pairs * hidden) +
-                   Scratch::bytes_of<float>(pairs * inner) + 2 * Scratch::bytes_of<float>(pairs) + 2 * Scratch::bytes_of<int64_t>(pairs));
+                   Scratch::bytes_of<float>(pairs * inner) + 2 * Scratch::bytes_of<float>(pairs) + 2 * Scratch::bytes_of<int64_t>(pairs) +
+                   Scratch::bytes_of<float>(4 * scored) + Scratch::bytes_of<int64_t>(scored));
     int64_t *found = memory.take<int64_t>(pairs), *rows = memory.take<int64_t>(pairs);
     float *weights = memory.take<float>(pairs), *ordered = memory.take<float>(pairs), *gathered = memory.take<float>(pairs * hidden);
     float *gated = memory.take<float>(pairs * inner), *given = memory.take<float>(pairs * hidden);
-    const Routing routing = {{logits.floats(), experts_, used_, found, weights}, normed_, factors_};
+    routing.top.found = found, routing.top.logprobs = weights;
+    routing.memory = memory.take<float>(4 * scored), routing.columns = memory.take<int64_t>(scored);
     call.parallel(tokens, tokens < FEW ? 1 : settings_.threads,
                   [&](int64_t first, int64_t last) { settings_.kernels->route(routing, first, last); });
     const std::vector<int64_t> starts = sort(tokens, found, weights, rows, ordered);
@@ -317,9 +329,12 @@ class Mixture {
   Gating gating_;
   int64_t used_;
   bool normed_;
+  Scores scores_;
+  int64_t groups_, used_groups_, group_best_;
+  float norm_epsilon_, scale_;
   Weights parts_;
   int64_t experts_;
-  const float *norm_, *inner_bias_, *bias_, *factors_;
+  const float *norm_, *inner_bias_, *bias_, *factors_, *choice_bias_;
 };
 
 // qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0],

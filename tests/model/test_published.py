@@ -74,8 +74,9 @@ def parameters(config: dict[str, Any], directory: Path) -> int:
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(write(directory, config))
         )  # type: ignore[no-untyped-call]
-    factors = (one for name, one in model.named_buffers() if name.endswith("layer_scalar"))
-    return sum(weight.numel() for weight in (*model.parameters(), *factors))
+    stored = ("layer_scalar", "bias")
+    buffers = (one for name, one in model.named_buffers() if name.endswith(stored))
+    return sum(weight.numel() for weight in (*model.parameters(), *buffers))
 
 
 def test_every_family_has_its_checkpoints() -> None:
@@ -166,7 +167,8 @@ def narrowed(name: str) -> dict[str, Any]:
     }
     config |= {"head_dim": size} if "head_dim" in config else {}
     config |= {"moe_intermediate_size": 24} if "moe_intermediate_size" in config else {}
-    for key, most in {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}.items():
+    few = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
+    for key, most in (few | {"num_experts_per_tok": 2}).items():
         config |= {key: min(config[key], most)} if key in config else {}
     config |= {
         key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)

@@ -205,23 +205,37 @@ static void check_top(int64_t rows, int64_t columns, int64_t k) {
 }
 
 // Which experts rows use, and the sum of what these give.
-static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t columns, bool normed) {
+static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t width, bool normed, bool scored = false) {
   if (left_out()) return;
-  Exact<float> logits(rows * experts), given(rows * used * columns), residual(rows * columns), expected(rows * columns);
+  Exact<float> logits(rows * experts), given(rows * used * width), residual(rows * width), expected(rows * width);
   fill(logits), fill(given), fill(residual);
   for (const Kernels *kernels : every) {
     if (!kernels->supported()) continue;
-    Exact<float> weights(rows * used), y(rows * columns);
+    Exact<float> weights(rows * used), y(rows * width);
     Exact<int64_t> found(rows * used), places(rows * used);
     for (int64_t i = 0; i < places.size; i++) places.get()[i] = places.size - 1 - i;
-    const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()}, normed, normed ? nullptr : logits.get()};
-    const Combination job = {given.get(), weights.get(), places.get(), used, columns, normed ? residual.get() : nullptr, y.get()};
+    Exact<float> memory(rows * 4 * experts);
+    Exact<int64_t> columns(rows * experts);
+    const bool grouped = scored && experts % 2 == 0 && used <= experts / 2;
+    const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()},
+                             normed,
+                             normed ? nullptr : logits.get(),
+                             scored && normed ? SIGMOID : SOFTMAX,
+                             scored ? logits.get() : nullptr,
+                             grouped ? 2 : 1,
+                             1,
+                             1,
+                             1e-3f,
+                             normed ? 2.5f : 1,
+                             memory.get(),
+                             columns.get()};
+    const Combination job = {given.get(), weights.get(), places.get(), used, width, normed ? residual.get() : nullptr, y.get()};
     kernels->route(routing, rows / 2, rows);
     kernels->route(routing, 0, rows / 2);
     kernels->combine(job, rows / 2, rows);
     kernels->combine(job, 0, rows / 2);
     char what[80];
-    snprintf(what, sizeof what, "%d of %d experts, %d rows of %d", (int)used, (int)experts, (int)rows, (int)columns);
+    snprintf(what, sizeof what, "%d of %d experts, %d rows of %d", (int)used, (int)experts, (int)rows, (int)width);
     if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
     else compare(what, kernels->name, y, expected);
   }
@@ -291,7 +305,7 @@ int main(int count, char **arguments) {
     for (int64_t k : {1, 4, 8, 70})
       if (k <= columns) check_top(3, columns, k);
   for (int64_t columns : {1, 16, 33})
-    for (int64_t experts : {1, 8, 17, 130}) check_experts(3, experts, (experts + 6) / 7, columns, columns % 2);
+    for (int64_t experts : {1, 8, 17, 130}) for (bool scored : {false, true}) check_experts(3, experts, (experts + 6) / 7, columns, columns % 2, scored);
   check_delta(1, 1, 1, 1, 1), check_delta(1, 3, 5, 16, 4), check_delta(2, 4, 20, 33, 3), check_delta(2, 2, 33, 130, 2);
   if (!failures) printf("equal bits, %016llx\n", (unsigned long long)checksum);
   return failures != 0;

@@ -219,18 +219,78 @@ def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weigh
     ]
 
 
+ANY = np.zeros(0, np.float32)
+
+
+def choice_bias(count: int) -> Any:
+    """Biases of the choice, some of which are equal."""
+    return np.rint(seeded("choice").normal(0, 2, count)).astype(np.float32) / 4
+
+
 @pytest.mark.parametrize(
-    "forms, hidden, inner, count, used, normed, norm, residual, gating, int8",
+    "forms, hidden, inner, count, used, normed, norm, residual, gating, int8, choice",
     [
-        (("float32",) * 3, 20, 13, 3, 2, True, True, True, 1, True),
-        (("bfloat16", "bfloat16", "float16"), 33, 49, 17, 3, False, True, False, 2, True),
-        (("float32",) * 3, 16, 1, 1, 1, True, False, True, 1, True),
-        (("bits4", "bits4", "bits8"), 64, 96, 5, 5, True, True, True, 1, True),
-        (("bits4", "bits6", "bits5"), 96, 64, 40, 18, False, True, True, 1, False),
-        (("bits8", "bits8", "float32"), 64, 20, 4, 1, False, True, True, 2, True),
-        (("planes", "upper", "upper"), 64, 96, 5, 2, True, True, True, 1, True),
-        (("float32",) * 3, 20, 13, 7, 3, True, True, True, 3, True),
-        (("bits5", "bits5", "bits5"), 64, 96, 5, 2, True, True, True, 3, True),
+        (("float32",) * 3, 20, 13, 3, 2, True, True, True, 1, True, None),
+        (("bfloat16", "bfloat16", "float16"), 33, 49, 17, 3, False, True, False, 2, True, None),
+        (("float32",) * 3, 16, 1, 1, 1, True, False, True, 1, True, None),
+        (("bits4", "bits4", "bits8"), 64, 96, 5, 5, True, True, True, 1, True, None),
+        (("bits4", "bits6", "bits5"), 96, 64, 40, 18, False, True, True, 1, False, None),
+        (("bits8", "bits8", "float32"), 64, 20, 4, 1, False, True, True, 2, True, None),
+        (("planes", "upper", "upper"), 64, 96, 5, 2, True, True, True, 1, True, None),
+        (("float32",) * 3, 20, 13, 7, 3, True, True, True, 3, True, None),
+        (("bits5", "bits5", "bits5"), 64, 96, 5, 2, True, True, True, 3, True, None),
+        (
+            ("float32",) * 3,
+            20,
+            13,
+            7,
+            3,
+            True,
+            True,
+            True,
+            1,
+            True,
+            specification.Choice(False, ANY),
+        ),
+        (
+            ("float32",) * 3,
+            20,
+            13,
+            18,
+            3,
+            False,
+            True,
+            True,
+            1,
+            True,
+            specification.Choice(True, ANY, scale=2.5),
+        ),
+        (
+            ("float32",) * 3,
+            20,
+            13,
+            40,
+            5,
+            True,
+            True,
+            True,
+            1,
+            True,
+            specification.Choice(True, ANY, 4, 2, 2, 1e-2, 2.5),
+        ),
+        (
+            ("float32",) * 3,
+            20,
+            13,
+            6,
+            2,
+            True,
+            True,
+            True,
+            1,
+            True,
+            specification.Choice(False, ANY, 6, 3, 1),
+        ),
     ],
 )
 def test_mixtures(
@@ -246,6 +306,7 @@ def test_mixtures(
     residual: bool,
     gating: int,
     int8: bool,
+    choice: specification.Choice | None,
 ) -> None:
     weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
     own = experts(count, hidden, inner, *forms)
@@ -258,6 +319,8 @@ def test_mixtures(
         sizes = (2 * inner, hidden)
         inner_bias, bias = (random.normal(0, 2, (count, size)).astype(np.float32) for size in sizes)
         mixture = replace(mixture, biases=(inner_bias, bias))
+    if choice is not None:
+        mixture = replace(mixture, choice=replace(choice, bias=choice_bias(count)))
     check_mixture(mixture, tmp_path / "model", int8, names)
 
 
@@ -270,6 +333,12 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
         "used": (0, -1, 4, 1 << 40, None),
         "gating": (0, 4),
         "normed": (None,),
+        "scores": (-1, 2, None),
+        "groups": (0, 2, None),
+        "used_groups": (0, 2),
+        "group_best": (0, 4),
+        "norm_eps": (None,),
+        "scale": (None,),
         "epsilon": (None,),
         "matrices": (None, *(numbers[:-count] for count in (1, 7, 14))),
     }

@@ -546,6 +546,30 @@ def _gpt_oss(rng: random.Random, sizes: Options) -> Options:
     return rope | own | kinds | {"attention_bias": rng.random() < 0.7}
 
 
+def _scored(rng: random.Random, sizes: Options) -> Options:
+    """Experts as in DeepSeek-V3."""
+    count, used, groups, top = rng.choice(
+        ((3, 2, 1, 1), (17, 3, 1, 1), (4, 1, 2, 1), (8, 3, 4, 2), (12, 5, 3, 2))
+    )
+    return _biases(rng, "attention_bias", "norm_topk_prob") | {
+        "n_routed_experts": count,
+        "num_experts_per_tok": used,
+        "n_group": groups,
+        "topk_group": top,
+        "moe_intermediate_size": rng.choice((8, 13, 32)),
+        "n_shared_experts": rng.choice((1, 2)),
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "first_k_dense_replace": rng.randrange(sizes["num_hidden_layers"]),
+    }
+
+
+def _glm4_moe(rng: random.Random, sizes: Options) -> Options:
+    size = rng.choice((8, 16))
+    own = _rope(rng) | _biases(rng, "use_qk_norm") | {"head_dim": size}
+    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 0.25, 1.0))}
+    return own | _scored(rng, sizes)
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -588,5 +612,6 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe_shared,
     "gpt_oss": _gpt_oss,
+    "glm4_moe": _glm4_moe,
 }
 """Variations of each family, by ``model_type``."""

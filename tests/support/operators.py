@@ -322,6 +322,7 @@ class Mixture:
     epsilon: float = 1e-3
     biases: tuple[Floats, Floats] | None = None
     factors: Floats | None = None
+    choice: specification.Choice | None = None
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(0)
@@ -345,6 +346,7 @@ class Mixture:
             ("residual", TensorProto.FLOAT),
             *zip(("inner", "outer"), self.biases or (NOTHING, NOTHING), strict=True),
             ("factors", NOTHING if self.factors is None else self.factors),
+            ("bias", NOTHING if self.choice is None else self.choice.bias),
             *((f"w{i}", pack(weight).data) for i, weight in enumerate(weights)),
         ]
 
@@ -361,7 +363,9 @@ class Mixture:
             "used": self.used,
             "normed": int(self.normed),
         }
-        return own | {"matrices": numbers}
+        choice = self.choice or specification.Choice(False, NOTHING)
+        own |= {name: one for name, one in vars(choice).items() if name not in ("sigmoid", "bias")}
+        return own | {"scores": int(choice.sigmoid), "matrices": numbers}
 
     def write(self, path: Path) -> Path:
         return one_node(path, "Mixture", self.inputs(), **self.attributes())
@@ -384,6 +388,7 @@ class Mixture:
             self.gating,
             self.biases,
             self.factors,
+            self.choice,
         )
 
     def in_float64(self) -> NDArray[np.float64]:
@@ -392,10 +397,16 @@ class Mixture:
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
         shares = np.exp(logits - np.logaddexp.reduce(logits, 1)[:, None])
-        least = np.argsort(-logits, 1, "stable")[:, self.used :]
-        np.put_along_axis(shares, least, 0, 1)
+        choice = self.choice or specification.Choice(False, NOTHING)
+        if choice.sigmoid:
+            shares = 1 / (1 + np.exp(-logits))
+        used, _ = specification.route(self.logits, self.used, False, self.choice)
+        unused = np.ones_like(shares)
+        np.put_along_axis(unused, used, 0, 1)
+        shares[unused > 0] = 0
         if self.normed:
-            shares /= shares.sum(1, keepdims=True)
+            shares /= shares.sum(1, keepdims=True) + choice.norm_eps
+        shares *= choice.scale
         if self.factors is not None:
             shares *= self.factors
         y = np.zeros_like(x)

@@ -240,15 +240,59 @@ def product(
     return y if residual is None else y + residual
 
 
-def route(logits: Floats, used: int, normed: bool) -> tuple[NDArray[np.int64], Floats]:
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen, if not by their logits.
+
+    Attributes:
+        sigmoid: Whether scores are sigmoids instead of a softmax.
+        bias: Biases of the choice [E].
+        groups: Number of groups of experts.
+        used_groups: Number of groups that a token uses.
+        group_best: Number of ranks in a group's sum.
+        norm_eps: Added to the sum of the weights.
+        scale: Factor of the weights.
+    """
+
+    sigmoid: bool
+    bias: Floats
+    groups: int = 1
+    used_groups: int = 1
+    group_best: int = 1
+    norm_eps: float = 0.0
+    scale: float = 1.0
+
+    def weights(self, logits: Floats, used: int) -> tuple[NDArray[np.int64], Floats]:
+        """The experts of each row [T, E], in descending order of their ranks, and their scores."""
+        if self.sigmoid:
+            scores = np.float32(1) / (np.float32(1) + exponential(np.float32(0) - logits))
+        else:
+            logprob = top_k(logits, 1)[1]
+            scores = exponential(logits - logits.max(1, keepdims=True) + logprob)
+        ranks = (scores + self.bias).reshape(len(logits), self.groups, -1)
+        sums = np.zeros(ranks.shape[:2], np.float32)
+        for place in range(self.group_best):
+            sums = sums + -np.sort(-ranks, 2)[:, :, place]
+        left_out = np.argsort(-sums, 1, "stable")[:, self.used_groups :]
+        np.put_along_axis(ranks, left_out[:, :, None], -np.inf, 1)
+        found = np.argsort(-ranks.reshape(logits.shape), 1, "stable")[:, :used]
+        return found, np.take_along_axis(scores, found, 1)
+
+
+def route(
+    logits: Floats, used: int, normed: bool, choice: Choice | None = None
+) -> tuple[NDArray[np.int64], Floats]:
     """The experts of each row [T, E], in ascending order, and their weights."""
-    found, logprobs = top_k(logits, used)
-    weights = exponential(logprobs)
+    if choice is None:
+        found, logprobs = top_k(logits, used)
+        weights = exponential(logprobs)
+    else:
+        found, weights = choice.weights(logits, used)
     if normed:
         total = np.zeros(len(weights), np.float32)
         for place in range(used):
             total = total + weights[:, place]
-        weights = weights / total[:, None]
+        weights = weights / (total[:, None] + np.float32(choice.norm_eps if choice else 0))
     order = np.argsort(found, 1)
     return np.take_along_axis(found, order, 1), np.take_along_axis(weights, order, 1)
 
@@ -266,12 +310,15 @@ def mixture(
     gating: int = 1,
     biases: tuple[Floats, Floats] | None = None,
     factors: Floats | None = None,
+    choice: Choice | None = None,
 ) -> Floats:
     """``experts`` has the gate, up and down projections of each expert, ``biases`` the biases of
     gate and up [E, 2 I] and of down [E, H]. ``factors`` [E] multiply the experts' weights."""
-    found, weights = route(logits, used, normed)
+    found, weights = route(logits, used, normed, choice)
     if factors is not None:
         weights = weights * factors[found]
+    if choice is not None:
+        weights = weights * np.float32(choice.scale)
     y = np.zeros_like(x)
     for number, (gate, up, down) in enumerate(experts):  # a token's experts in ascending order
         tokens, places = np.nonzero(found == number)

@@ -119,10 +119,11 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Set all parameters to random values: with norm weights of one and biases of zero, a test
-    could not detect whether they are applied."""
+    """Set all parameters and stored biases to random values: with norm weights of one and biases
+    of zero, a test could not detect whether they are applied."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    biases = ((name, one) for name, one in model.named_buffers() if name.endswith("bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         if parameter.dim() == 1:
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
         else:

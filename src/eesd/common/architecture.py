@@ -90,6 +90,9 @@ MIXED_NORM = "mlp.experts_norm"
 experts, the norm of the MLP's output, and the norms before and after the experts."""
 ROUTER = "mlp.gate"
 """Name, within a block, of the product that chooses experts."""
+CHOICE_BIAS = "mlp.choice_bias"
+"""Name, within a block, of the biases by which experts are chosen. The weight is [experts], and
+always float32: the differences of the sums are small."""
 SHARED = "mlp.shared_expert"
 """Name, within a block, of the expert that every token uses. The name of its gate also ends in
 ``_gate``."""
@@ -187,12 +190,15 @@ class Mixture(NamedTuple):
         router_norm: Norm before the router; None: the norm of the experts.
         scales: Module whose weights [experts] multiply the shares of the experts; empty: there is
             none.
+        bias: Module whose weights [experts] are added to the scores by which experts are chosen;
+            empty: there is none.
     """
 
     router: Linear
     experts: Sequence[tuple[Linear, Linear, Linear]]
     router_norm: Norm | None = None
     scales: str = ""
+    bias: str = ""
 
 
 @dataclass(frozen=True)
@@ -666,9 +672,13 @@ def mixture_of(of: Block) -> Mixture:
     names = (f"{of.prefix}mlp.experts.{index}" for index in range(experts.count))
     parts = [_mlp(name, of.geometry, experts.size, experts.bias) for name in names]
     router = Linear(f"{of.prefix}{ROUTER}", experts.count, experts.bias)
+    mixture = Mixture(router, parts)
+    if experts.choice_bias:
+        mixture = mixture._replace(bias=f"{of.prefix}{CHOICE_BIAS}")
     if not experts.beside:
-        return Mixture(router, parts)
-    return Mixture(router, parts, of.norm(ROUTER_NORM), f"{of.prefix}{EXPERT_SCALES}")
+        return mixture
+    scales = f"{of.prefix}{EXPERT_SCALES}"
+    return mixture._replace(router_norm=of.norm(ROUTER_NORM), scales=scales)
 
 
 def _mlp(name: str, geometry: Geometry, inner: int, bias: bool) -> tuple[Linear, Linear, Linear]:

@@ -60,6 +60,8 @@ GATES = ("silu", "gelu_tanh", "clamped")
 PLAIN = ("relu2", "xielu", "gelu_tanh")
 """Activations of an MLP without a gate. xielu (arXiv 2411.13010) has two parameters in each
 block."""
+SCORES = ("softmax", "sigmoid")
+"""Functions that give the scores of experts from the router's logits."""
 MOST_LAYERS = 4096
 WIDEST = 512
 LARGEST_SIZE = 1 << 24
@@ -83,6 +85,16 @@ class Experts:
         bias: Whether router and experts have biases.
         beside: Whether an MLP of the model's intermediate size runs next to the mixture. The router
             then has a separate norm, each expert has a factor, and norms follow both.
+        scores: One of :data:`SCORES`. The scores of a token's experts are the experts' weights.
+        choice_bias: Whether each expert has a bias that is added to its score when experts are
+            chosen, but not to its weight.
+        groups: Number of equal groups of consecutive experts. A token's experts are in some of the
+            groups.
+        used_groups: Number of groups that a token uses: those with the largest sums of their
+            ``group_best`` largest scores, biases included.
+        group_best: Number of scores in these sums.
+        norm_eps: Added to the sum by which weights are divided.
+        scale: Factor of the weights.
 
     Raises:
         ValueError: A value is out of range.
@@ -97,6 +109,13 @@ class Experts:
     shared_gate: bool = False
     bias: bool = False
     beside: bool = False
+    scores: str = "softmax"
+    choice_bias: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    group_best: int = 1
+    norm_eps: float = 0.0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_size("the number of experts", self.count, MOST_LAYERS)
@@ -105,6 +124,17 @@ class Experts:
         _check_size("the size of the experts", self.size, LARGEST_SIZE)
         if list(self.dense_layers) != sorted({*self.dense_layers} & {*range(MOST_LAYERS)}):
             raise ValueError("the layers without experts must ascend")
+        if self.scores not in SCORES:
+            raise ValueError(f"the scores of experts must be one of {', '.join(SCORES)}")
+        _check_size("the number of groups of experts", self.groups, self.count)
+        if self.count % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {self.count} experts")
+        size = self.count // self.groups
+        _check_size("the number of groups that a token uses", self.used_groups, self.groups)
+        _check_size("the number of scores that rank a group", self.group_best, size)
+        _check_size("the number of experts that a token uses", self.used, self.used_groups * size)
+        if not (0 <= self.norm_eps <= 1 and 1e-6 <= self.scale <= 1e6):
+            raise ValueError("the factor of the experts' weights is out of range")
 
     def on_rank(self, ranks: int) -> "Experts":
         """The experts on each rank: equal parts of each expert."""

@@ -106,8 +106,8 @@ class Shapes:
         if norm and mixture.router_norm:
             self.norm(x, norm)
         self.product(x, [mixture.router], name, mixture.router_norm or norm)
-        if mixture.scales:
-            self.weight(mixture.scales, len(mixture.experts))
+        for module in filter(None, (mixture.scales, mixture.bias)):
+            self.weight(module, len(mixture.experts))
         for gate, up, down in mixture.experts:
             self.product(self.product(x, [gate, up], name, activation="any"), [down], name)
         return x

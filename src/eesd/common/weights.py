@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from eesd.common.architecture import Model
+from eesd.common.architecture import CHOICE_BIAS, Model
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError, refused
 from eesd.common.geometry import ExitConfig, Geometry
@@ -72,8 +72,8 @@ class StoredWeight:
             the exit head.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
         dtype: Element type of the weight, or of its scales unless the quantization specifies
-            another. It is the directory's, except float32 for rotary tables and wide norms, and
-            int64 for the draft vocabulary.
+            another. It is the directory's, except float32 for rotary tables, wide norms and
+            biases by which experts are chosen, and int64 for the draft vocabulary.
         transposed: Whether the weight is stored as [in, out], the layout of MatMul. The embedding
             table never has this layout.
         quantization: None if the weight is stored in ``dtype``.
@@ -164,9 +164,8 @@ def stored_weight(
         wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
     shape = tuple(shape)
-    if name in (*ROTARY_TABLES, *HEAD_TABLES) or (
-        wide_norms and name.endswith(("norm.weight", "norm.bias"))
-    ):
+    is_wide = name in (*ROTARY_TABLES, *HEAD_TABLES) or name.endswith(f"{CHOICE_BIAS}.weight")
+    if is_wide or (wide_norms and name.endswith(("norm.weight", "norm.bias"))):
         # These weights stay in float32, and are rounded at each use.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
