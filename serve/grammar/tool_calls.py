@@ -49,7 +49,7 @@ BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
 """Characters that are skipped before a call."""
 
 OTHER_MARKS = (
-    *("```json", "```xml", "```", "[", ",", "]"),
+    *("```json", "```xml", "```", "[", ",", "]", "}"),
     *(
         f"<{slash}{tag}>"
         for tag in ("tools", "tool", "function_call", "json", "JSON", "xml", "response")
@@ -173,7 +173,9 @@ class _BareCalls:
         self.text += text
         while rest := self.text[self._at :].lstrip(BLANKS):
             start = len(self.text) - len(rest)
-            if rest.startswith("{"):
+            if rest.startswith("{{"):  # the template of Qwen2.5-Coder doubles the outer braces
+                self._at = start + 1
+            elif rest.startswith("{"):
                 if not self._begins(rest):
                     return False
                 self._object = self._object if self._object.start == start else _Object(start)

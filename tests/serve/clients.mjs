@@ -1,13 +1,13 @@
-// Clients of other people in JavaScript, unchanged: `node clients.mjs URL MODEL` prints a JSON line for each call, with what it gave.
+// Third-party clients in JavaScript, unchanged: `node clients.mjs URL MODEL [TEXT]` sends TEXT to any server, and prints a JSON line
+// with the result of each call.
 import Anthropic from "@anthropic-ai/sdk";
 import OpenAI from "openai";
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateObject, generateText, jsonSchema, streamText, tool } from "ai";
 
-const [baseURL, model] = process.argv.slice(2);
+const [baseURL, model, TEXT = "import os"] = process.argv.slice(2);
 const options = { baseURL, apiKey: "none" };
 const COUNT = 16, ROOM = 60; // tokens of a text, and those that an object or a call may take
-const TEXT = "import os";
 const messages = [{ role: "user", content: TEXT }];
 const schema = {
   type: "object",

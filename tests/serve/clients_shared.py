@@ -1,6 +1,12 @@
+<<<<<<< Updated upstream
 """The requests that the programs in this folder make through each client. Each program runs in an
 environment with its clients and without this project: ``python PROGRAM URL MODEL`` prints a JSON
 line with the result of each call."""
+=======
+"""The requests that the programs of this folder send by each client. Each program runs in an
+environment with its clients and without this project: ``python PROGRAM URL MODEL [TEXT]`` sends
+TEXT to any server, and prints a JSON line with the result of each call."""
+>>>>>>> Stashed changes
 
 import json
 import os
@@ -18,8 +24,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # needs no network
 COUNT = 16
 ROOM = 60
 """Maximum number of tokens in a text (litellm requests at least 16), and in an object or a call."""
-CHAT: Any = [{"role": "user", "content": "import os"}]
-TEXT: str = CHAT[0]["content"]
+TEXT: str = [*sys.argv, "import os"][3]
+CHAT: Any = [{"role": "user", "content": TEXT}]
 PROMPT = "def f(x):"
 
 

@@ -368,7 +368,7 @@ BARE_CALLS = [
 """Texts with one call each, in forms that some models write despite their instructions."""
 
 
-@pytest.mark.parametrize("text", BARE_CALLS)
+@pytest.mark.parametrize("text", [*BARE_CALLS, f"{{{BARE}}}", f"{{{BARE}}}}}"])
 @pytest.mark.parametrize("format", [HERMES, MISTRAL], ids=lambda format: format.name)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
