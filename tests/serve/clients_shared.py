@@ -1,12 +1,6 @@
-<<<<<<< Updated upstream
 """The requests that the programs in this folder make through each client. Each program runs in an
-environment with its clients and without this project: ``python PROGRAM URL MODEL`` prints a JSON
-line with the result of each call."""
-=======
-"""The requests that the programs of this folder send by each client. Each program runs in an
 environment with its clients and without this project: ``python PROGRAM URL MODEL [TEXT]`` sends
 TEXT to any server, and prints a JSON line with the result of each call."""
->>>>>>> Stashed changes
 
 import json
 import os
