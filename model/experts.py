@@ -2,7 +2,7 @@
 tensors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -57,7 +57,10 @@ def take_experts(
 
 
 def scored_experts(
-    fields: Fields, layers: int, defaults: Mapping[str, Any]
+    fields: Fields,
+    layers: int,
+    defaults: Mapping[str, Any],
+    dense: Sequence[int] | None = None,
 ) -> dict[str, Experts | None]:
     """The part of the geometry for experts that are chosen as in DeepSeek-V3: by sigmoids plus
     biases, optionally within groups.
@@ -65,26 +68,33 @@ def scored_experts(
     Args:
         fields: The fields of the config.
         layers: Number of layers.
-        defaults: Defaults of fields; fields without a default here are required.
+        defaults: Defaults of fields; fields without a default here are required. Fields with names
+            of EXAONE are read under these names.
+        dense: Layers without experts; None to read ``first_k_dense_replace``.
     """
 
     def take(name: str, least: int = 1) -> Any:
         return fields.integer(name, defaults.get(name, ...), least=least)
 
-    names = ("n_routed_experts", "num_local_experts")
+    names = (
+        "num_experts" if "num_experts" in defaults else "n_routed_experts",
+        "num_local_experts",
+    )
+    shared = "num_shared_experts" if "num_shared_experts" in defaults else "n_shared_experts"
     most = defaults.get(names[0], ...)
     most_used = defaults.get("num_experts_per_tok", ...)
     count, used = take_experts(fields, most, most_used, names=names)
     size = take("moe_intermediate_size")
     groups = fields.integer("n_group", 1)
-    dense = range(min(layers, take("first_k_dense_replace", least=0)))
+    if dense is None:
+        dense = range(min(layers, take("first_k_dense_replace", least=0)))
     experts = Experts(
         count,
         used,
         size,
         normed=fields.flag("norm_topk_prob", defaults["norm_topk_prob"]),
         dense_layers=tuple(dense),
-        shared=size * take("n_shared_experts", least=0),
+        shared=size * take(shared, least=0),
         scores="sigmoid",
         choice_bias=True,
         groups=groups,

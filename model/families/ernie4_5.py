@@ -1,8 +1,13 @@
-"""ERNIE 4.5 (dense): the rotary embedding pairs neighbouring values of a head. One field switches
-all biases on or off."""
+"""ERNIE 4.5: the rotary embedding pairs neighbouring values of a head. One field switches all
+biases on or off. Mixtures have biases by which experts are chosen."""
 
-from eesd.model.family import Family, Own, Sizes
+from dataclasses import replace
+
+from eesd.common.geometry import Experts, Geometry
+from eesd.model.experts import scored_tensors, take_experts
+from eesd.model.family import Family, Own, Sizes, Tensors
 from eesd.model.fields import Fields
+from eesd.model.safetensors_file import CheckpointTensor
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
@@ -20,4 +25,49 @@ ERNIE4_5 = Family(
     tied=True,
     interleaved=True,
     own=_own,
+)
+
+
+def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
+    if fields.flag("use_bias"):
+        raise ValueError("use_bias is not supported in a mixture; it must be false")
+    if not fields.number("moe_norm_min", 1e-12) <= 1e-9:
+        raise ValueError("moe_norm_min must be at most 1e-9, as in all published models")
+    # Names of published configs without effect; vision experts are other models' (ernie4_5_vl_moe).
+    fields.taken |= {"moe_capacity", "moe_gate", "moe_gate_act", "moe_use_aux_free"}
+    names = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+    given = {old: fields.take(new) for old, new in names.items() if new in fields.raw}
+    count, used = take_experts(Fields(given), 64, 6)
+    fields.taken |= {"output_router_logits", "router_aux_loss_coef"}
+    size = fields.integer("moe_intermediate_size", 1536)
+    shared = fields.integer("moe_num_shared_experts", 2, least=0)
+    first = fields.integer("moe_layer_start_index", 1, least=0)
+    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    step = fields.integer("moe_layer_interval", 1)
+    stop = sizes.layers if last == -1 else last + 1
+    dense = [
+        layer for layer in range(sizes.layers) if not first <= layer < stop or (layer + 1) % step
+    ]
+    experts = Experts(count, used, size, True, tuple(dense), shared=shared * size, choice_bias=True)
+    return Own({"experts": experts if len(dense) < sizes.layers else None})
+
+
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".moe_statics." in name and isinstance(tensor, CheckpointTensor):
+            name = name.replace(".gate.moe_statics.", ".gate.").replace(".moe_statics.", ".gate.")
+            tensor = replace(tensor, shape=tensor.shape[-1:])  # stored as [1, experts]
+        found[name] = tensor
+    return scored_tensors(found, geometry)
+
+
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    kv_heads=4,
+    head_dim=None,
+    own=_own_mixed,
+    tensors=_tensors,
 )

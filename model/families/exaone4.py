@@ -1,7 +1,12 @@
 """EXAONE 4: norms after attention and MLP, and of queries and keys. If some layers have a window,
-the other layers have no rotary embedding."""
+the other layers have no rotary embedding. K-EXAONE: norms before attention and MLP, and experts
+that are chosen as in DeepSeek-V3."""
 
+from dataclasses import replace
+
+from eesd.common.checks import shown
 from eesd.common.geometry import SLIDING, UNROTATED
+from eesd.model.experts import scored_experts, scored_tensors
 from eesd.model.families.olmo2 import tensors_of_olmo
 from eesd.model.family import LAYER_TYPES, Family, Own, Sizes, take_layer_types, take_window
 from eesd.model.fields import Fields
@@ -32,4 +37,37 @@ EXAONE4 = Family(
     eps=1e-5,
     own=_own,
     tensors=tensors_of_olmo,
+)
+DEFAULTS = {
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
+    fields.taken |= {"scoring_func", "topk_method", "num_nextn_predict_layers"}  # no effect
+    kinds = fields.take("mlp_layer_types", None)
+    dense = None
+    if kinds is not None:
+        fields.taken.add("first_k_dense_replace")
+        if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types is {shown(kinds)}, and must list dense and sparse")
+        dense = [layer for layer, kind in enumerate(kinds[: sizes.layers]) if kind == "dense"]
+    own = _own(fields, sizes)
+    before = {"norm_before": True, "norm_behind": False}
+    parts = {**own.parts, **before, **scored_experts(fields, sizes.layers, DEFAULTS, dense)}
+    return own._replace(parts=parts)
+
+
+EXAONE_MOE = replace(
+    EXAONE4,
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    own=_own_mixed,
+    tensors=scored_tensors,
 )

@@ -1,5 +1,8 @@
 """GLM-4.5, 4.6 and 4.7: a partly rotated Llama with experts that are chosen as in DeepSeek-V3, and
-norms of queries and keys in some models."""
+norms of queries and keys in some models. Solar Open: the same without partial rotation and norms,
+with experts in all layers."""
+
+from dataclasses import replace
 
 from eesd.model.experts import scored_experts, scored_tensors
 from eesd.model.family import Family, Own, Sizes
@@ -32,4 +35,26 @@ GLM4_MOE = Family(
     partial_rotary=0.5,
     own=_own,
     tensors=scored_tensors,
+)
+
+
+def _own_of_solar(fields: Fields, sizes: Sizes) -> Own:
+    fields.taken |= {"first_k_dense_replace", "use_qk_norm", "intermediate_size"}  # no effect
+    made = scored_experts(fields, sizes.layers, DEFAULTS | {"moe_intermediate_size": 1280}, ())
+    experts = made["experts"]
+    assert experts is not None
+    # Only the MLPs of an exit head have this size: that of a token's experts.
+    size = experts.used * experts.size + experts.shared
+    return Own({**made, "qkv_bias": fields.flag("attention_bias"), "intermediate_size": size})
+
+
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    head_dim=128,
+    theta=1e6,
+    partial_rotary=1.0,
+    inner=1,
+    own=_own_of_solar,
 )

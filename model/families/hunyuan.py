@@ -1,7 +1,13 @@
 """Hunyuan, dense: norms of queries and keys after the rotary embedding, whose base can be larger
-than the config's."""
+than the config's. Mixtures also have an expert that every token uses."""
 
-from eesd.common.geometry import Geometry
+from dataclasses import replace
+from typing import Any
+
+from eesd.common.architecture import ROUTER, SHARED
+from eesd.common.checks import shown
+from eesd.common.geometry import Experts, Geometry
+from eesd.model.experts import apart
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed, take_positive
 from eesd.model.fields import Fields
 
@@ -39,4 +45,52 @@ HUNYUAN = Family(
     rope_fields=_rope_fields,
     own=_own,
     tensors=_tensors,
+)
+NO_EFFECT = (
+    *("capacity_factor", "cla_share_factor", "im_end_id", "im_newline_id", "im_start_id"),
+    *("mask_init_id", "moe_drop_tokens", "moe_intermediate_size", "moe_layer_num_skipped"),
+    *("moe_random_routing_dropped_token", "norm_type", "num_media_embeds", "num_shared_expert"),
+    *("org_vocab_size", "pool_type", "position_embedding_xdrope", "sep_token_id"),
+    *("text_end_id", "text_start_id", "use_cla", "use_mixed_mlp_moe", "use_qk_norm"),
+    *("use_rotary_pos_emb", "video_end_id", "video_start_id", "routed_scaling_factor"),
+)
+"""Fields of published mixtures that transformers ignores."""
+SHARED_NAMES = {
+    f"mlp.shared_mlp.{part}": f"{SHARED}.{part}" for part in ("gate_proj", "up_proj", "down_proj")
+}
+
+
+def _number(fields: Fields, name: str) -> Any:
+    """A number that some configs list for each layer."""
+    given = fields.take(name, 1)
+    own = given
+    if isinstance(given, list) and given and given == given[:1] * len(given):
+        own = given[0]
+    if isinstance(own, list):
+        raise ValueError(f"{name} is {shown(given)}, and must be the same in all layers")
+    return Fields({name: own}).integer(name)
+
+
+def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
+    fields.taken |= {*NO_EFFECT, "output_router_logits"}
+    size = fields.integer("intermediate_size")
+    used = _number(fields, "moe_topk")
+    experts = Experts(_number(fields, "num_experts"), used, size, normed=True, shared=size)
+    own = _own(fields, sizes)
+    # Only an exit head has this size: the experts that a token uses.
+    width = (used + 1) * size
+    return own._replace(parts={**own.parts, "experts": experts, "intermediate_size": width})
+
+
+def _tensors_mixed(tensors: Tensors, geometry: Geometry) -> Tensors:
+    own = _tensors(tensors, geometry)
+    return apart(renamed(own, SHARED_NAMES | {"mlp.gate.wg": ROUTER}), geometry)
+
+
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    model_type="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
+    own=_own_mixed,
+    tensors=_tensors_mixed,
 )

@@ -1,14 +1,16 @@
 """LFM2: short convolutions in most layers, and in the rest attention with norms of queries and
-keys."""
+keys. Mixtures choose experts by sigmoids and biases."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from eesd.common.architecture import CHOICE_BIAS, ROUTER
 from eesd.common.checks import shown
-from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Geometry
+from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Experts, Geometry
 from eesd.common.weights import FINAL_NORM
+from eesd.model.experts import apart, take_experts
 from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, renamed, take_layer_types
 from eesd.model.fields import Fields
 from eesd.model.safetensors_file import CheckpointTensor
@@ -62,18 +64,39 @@ def _intermediate(fields: Fields) -> int:
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
     fields.taken |= {*NO_EFFECT}
+    return Own(_parts(fields, sizes) | {"intermediate_size": _intermediate(fields)})
+
+
+def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
+    count, used = take_experts(fields, 32, 4)
+    dense = range(min(sizes.layers, fields.integer("num_dense_layers", 2, least=0)))
+    experts = Experts(
+        count,
+        used,
+        fields.integer("moe_intermediate_size", 1792),
+        fields.flag("norm_topk_prob", True),
+        tuple(dense),
+        scores="sigmoid",
+        choice_bias=fields.flag("use_expert_bias", True),
+        norm_eps=1e-6,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    return Own(_parts(fields, sizes) | {"experts": experts if len(dense) < sizes.layers else None})
+
+
+def _parts(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    """The parts that both share."""
     if fields.flag("conv_bias"):
         raise ValueError("convolutions with biases (conv_bias) are not supported")
     kinds = _kinds(fields, sizes.layers)
     taps = fields.integer("conv_L_cache", 3, most=MOST_TAPS)
     tied = fields.flag("tie_word_embeddings", True)
     parts = {
-        "intermediate_size": _intermediate(fields),
         "tied_embeddings": fields.flag("tie_embedding", tied),
         "qk_norm": True,
         "taps": taps if kinds else 0,
     }
-    return Own(parts | kinds)
+    return parts | kinds
 
 
 def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
@@ -81,6 +104,21 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
         name.replace("model.embedding_norm.", "model.norm."): one for name, one in tensors.items()
     }
     return renamed(own, NAMES)
+
+
+def _tensors_mixed(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """The tensors with the decoder's names. Experts have the names of their parts as an MLP."""
+    found: Tensors = {}
+    for name, tensor in _tensors(tensors, geometry).items():
+        name = name.replace(".feed_forward.expert_bias", f".{CHOICE_BIAS}.weight")
+        name = name.replace(".feed_forward.gate.", f".{ROUTER}.")
+        if ".feed_forward.experts." in name:
+            name = name.replace(".feed_forward.", ".mlp.")
+            for part in ("w1", "w2", "w3"):
+                whole = NAMES[f"feed_forward.{part}"].removeprefix("mlp")
+                name = name.replace(f".{part}.", f"{whole}.")
+        found[name] = tensor
+    return apart(found, geometry)
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,4 +163,13 @@ LFM2 = Family(
     own=_own,
     tensors=_tensors,
     gguf=Gguf("lfm2", fields=_of_gguf, tensors=_of_gguf_tensors, heads_by_layer=True),
+)
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    inner=7168,
+    own=_own_mixed,
+    tensors=_tensors_mixed,
+    gguf=None,
 )

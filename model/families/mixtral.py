@@ -24,7 +24,8 @@ def _own(fields: Fields, _: Sizes) -> Own:
     )
 
 
-def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+def renamed_experts(tensors: Tensors) -> Tensors:
+    """The tensors with the decoder's names of router and experts."""
     names = {
         ".block_sparse_moe.": ".mlp.",
         ".w1.": ".gate_proj.",
@@ -36,7 +37,11 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
         for old, new in names.items():
             name = name.replace(old, new)
         found[name] = tensor
-    return apart(found, geometry)
+    return found
+
+
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    return apart(renamed_experts(tensors), geometry)
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:

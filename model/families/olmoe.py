@@ -1,9 +1,13 @@
-"""OLMoE: experts in all layers, and norms of queries and keys over all heads."""
+"""OLMoE: experts in all layers, and norms of queries and keys over all heads. FlexOlmo: the same
+with norms after attention and experts."""
 
-from eesd.common.geometry import Experts
+from dataclasses import replace
+
+from eesd.common.geometry import Experts, Geometry
 from eesd.model.experts import apart, take_experts
 from eesd.model.families.mistral import refuse_layer_types
-from eesd.model.family import Family, Own, Sizes, attention_biases, take_window
+from eesd.model.families.olmo2 import OLMO2_PARTS, tensors_of_olmo
+from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, take_window
 from eesd.model.fields import Fields
 
 
@@ -21,3 +25,26 @@ def _own(fields: Fields, _: Sizes) -> Own:
 
 
 OLMOE = Family("olmoe", "OlmoeForCausalLM", positions=4096, eps=1e-5, own=_own, tensors=apart)
+
+
+def _own_of_flex(fields: Fields, _: Sizes) -> Own:
+    size = fields.integer("intermediate_size")
+    count, used = take_experts(fields, 7, 5)
+    experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
+    parts = {"intermediate_size": used * size, "experts": experts}
+    return Own(attention_biases(fields) | parts | OLMO2_PARTS)
+
+
+def _tensors_of_flex(tensors: Tensors, geometry: Geometry) -> Tensors:
+    return apart(tensors_of_olmo(tensors, geometry), geometry)
+
+
+FLEX_OLMO = replace(
+    OLMOE,
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    theta=500000.0,
+    eps=1e-6,
+    own=_own_of_flex,
+    tensors=_tensors_of_flex,
+)

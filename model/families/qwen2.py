@@ -4,13 +4,13 @@ from eesd.model.family import Family, Gguf, Own, Sizes, take_layer_types
 from eesd.model.fields import Fields
 
 
-def take_switched_window(fields: Fields, layers: int) -> int | None:
+def take_switched_window(fields: Fields, layers: int, first: int = 28) -> int | None:
     """The window of Qwen's models, if any layer has a window. Up to this length, sliding attention
     equals full attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):
         window = None
-    first = fields.integer("max_window_layers", 28, least=0)
+    first = fields.integer("max_window_layers", first, least=0)
     types = take_layer_types(fields, layers)
     if types is None:
         types = [

@@ -10,7 +10,7 @@ from eesd.model.family import Own, Sizes
 from eesd.model.fields import Fields
 
 
-def _rope_fields(fields: Fields) -> Fields:
+def rope_of_text(fields: Fields) -> Fields:
     """The rotary fields without those for images: in a text, all parts of a position are equal."""
     found = dict(fields.raw)
     for name in ("rope_scaling", "rope_parameters"):
@@ -42,7 +42,7 @@ QWEN3_5 = replace(
     architecture="Qwen3_5ForCausalLM",
     kv_heads=4,
     inner=12288,
-    rope_fields=_rope_fields,
+    rope_fields=rope_of_text,
     own=_own,
 )
 QWEN3_5_MOE = replace(

@@ -570,6 +570,74 @@ def _glm4_moe(rng: random.Random, sizes: Options) -> Options:
     return own | _scored(rng, sizes)
 
 
+def _solar_open(rng: random.Random, sizes: Options) -> Options:
+    own = _scored(rng, sizes)
+    del own["first_k_dense_replace"], sizes["intermediate_size"]
+    return _rope(rng) | own | {"head_dim": rng.choice((8, 16))}
+
+
+def _dots1(rng: random.Random, sizes: Options) -> Options:
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    own = {"sliding_window": rng.choice((None, 9, 30)), "head_dim": size}
+    own |= {"max_window_layers": rng.choice((0, 1, 9))}
+    return _rope(rng) | own | _scored(rng, sizes)
+
+
+def _minimax_m2(rng: random.Random, sizes: Options) -> Options:
+    own = _mixtral(rng, sizes) | {"head_dim": rng.choice((8, 16))}
+    del own["sliding_window"]
+    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 0.25, 1.0))}
+    return own
+
+
+def _ernie4_5_moe(rng: random.Random, sizes: Options) -> Options:
+    count, used = _experts(rng)
+    layers = sizes["num_hidden_layers"]
+    return _rope(rng) | {
+        "head_dim": rng.choice((8, 16)),
+        "moe_num_experts": count,
+        "moe_k": used,
+        "moe_intermediate_size": rng.choice((8, 13, 32)),
+        "moe_num_shared_experts": rng.choice((0, 1, 2)),
+        "moe_layer_start_index": rng.choice((0, 1)),
+        "moe_layer_end_index": rng.choice((-1, layers - 1, layers - 2)),
+        "moe_layer_interval": rng.choice((1, 1, 2)),
+    }
+
+
+def _lfm2_moe(rng: random.Random, sizes: Options) -> Options:
+    count, used = _experts(rng)
+    kept = ("rope_parameters", "layer_types", "conv_L_cache", "norm_eps")
+    own = {key: one for key, one in _lfm2(rng, sizes).items() if key in kept}
+    kinds = ["conv", "full_attention", "full_attention", "conv", "conv"]
+    own |= {"layer_types": own.get("layer_types", kinds[: sizes["num_hidden_layers"]])}
+    return (
+        own
+        | _biases(rng, "norm_topk_prob", "use_expert_bias")
+        | {
+            "num_experts": count,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": rng.choice((8, 13, 32)),
+            "num_dense_layers": rng.choice((0, 1)),
+            "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        }
+    )
+
+
+def _exaone_moe(rng: random.Random, sizes: Options) -> Options:
+    own = _exaone4(rng, sizes) | _scored(rng, sizes)
+    own["num_experts"] = own.pop("n_routed_experts")
+    own["num_shared_experts"] = own.pop("n_shared_experts")
+    del own["attention_bias"]
+    return own | {"sliding_window": own["sliding_window"] or 50}
+
+
+def _hunyuan_moe(rng: random.Random, sizes: Options) -> Options:
+    count, used = _experts(rng)
+    topk = rng.choice((used, [used] * sizes["num_hidden_layers"]))
+    return _hunyuan(rng, sizes) | {"num_experts": count, "moe_topk": topk}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -613,5 +681,13 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "granitemoeshared": _granite_moe_shared,
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
+    "solar_open": _solar_open,
+    "dots1": _dots1,
+    "minimax_m2": _minimax_m2,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "lfm2_moe": _lfm2_moe,
+    "exaone_moe": _exaone_moe,
+    "flex_olmo": _olmoe,
+    "hunyuan_v1_moe": _hunyuan_moe,
 }
 """Variations of each family, by ``model_type``."""

@@ -1,0 +1,56 @@
+"""MiniMax-M2: partly rotated heads, norms of queries and keys over all heads, and in all layers
+experts that are chosen as in DeepSeek-V3."""
+
+from eesd.common.geometry import Experts, Geometry
+from eesd.model.experts import scored_tensors, take_experts
+from eesd.model.families.mixtral import renamed_experts
+from eesd.model.family import Family, Own, Sizes, Tensors
+from eesd.model.fields import Fields
+
+NO_EFFECT = (
+    *("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta"),
+    *("layernorm_mlp_beta", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules"),
+    *("qk_norm_type", "scoring_func", "shared_intermediate_size", "shared_moe_mode", "use_mtp"),
+    *("use_qk_norm", "use_routing_bias", "router_jitter_noise", "sliding_window"),
+)
+"""Fields of published configs that transformers ignores."""
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """The rotary fields, with ``rotary_dim`` of published configs as a part of the head."""
+    rotated = fields.integer("rotary_dim", None, optional=True)
+    if rotated is None:
+        return fields
+    part = rotated / fields.integer("head_dim", 128)
+    made = Fields({"partial_rotary_factor": part, **fields.raw})
+    made.taken = fields.taken
+    return made
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    fields.taken |= {*NO_EFFECT}
+    size = fields.integer("intermediate_size", 1536)
+    count, used = take_experts(fields, 256, 8)
+    experts = Experts(count, used, size, normed=True, scores="sigmoid", choice_bias=True)
+    # Only an exit head has this size: the experts that a token uses.
+    return Own({"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True})
+
+
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    return scored_tensors(renamed_experts(tensors), geometry)
+
+
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    positions=196608,
+    kv_heads=8,
+    kv_heads_null=False,
+    head_dim=128,
+    theta=5e6,
+    inner=1536,
+    partial_rotary=1.0,
+    rope_fields=_rope_fields,
+    own=_own,
+    tensors=_tensors,
+)
