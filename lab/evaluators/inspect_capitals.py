@@ -5,8 +5,8 @@ from pathlib import Path
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample, csv_dataset
-from inspect_ai.scorer import choice, includes
-from inspect_ai.solver import generate, multiple_choice, use_tools
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, scorer, stderr
+from inspect_ai.solver import TaskState, generate, multiple_choice, use_tools
 from inspect_ai.tool import Tool, tool
 
 
@@ -39,10 +39,22 @@ def remember() -> Tool:
     return execute
 
 
+@scorer(metrics=[accuracy(), stderr()])
+def remembered() -> Scorer:
+    """Whether the function received the capital. ``includes`` reads only the model's text, which a
+    forced call leaves empty."""
+
+    async def score(state: TaskState, target: Target) -> Score:
+        result = state.messages[-1].text
+        return Score(value=target.text in result, answer=result)
+
+    return score
+
+
 @task
 def calls() -> Task:
     samples = [
         Sample(input=str(q.input), target=str(q.metadata["right"])) for q in QUESTIONS if q.metadata
     ]
     solver = [use_tools(remember(), tool_choice="any"), generate(tool_calls="single")]
-    return Task(dataset=MemoryDataset(samples), solver=solver, scorer=includes())
+    return Task(dataset=MemoryDataset(samples), solver=solver, scorer=remembered())
