@@ -240,9 +240,9 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size
     slots = manifest.max_seq_len
-    heads = (
-        manifest.geometry.num_heads + manifest.geometry.num_kv_heads
-    ) * manifest.geometry.head_dim
+    latent = manifest.geometry.latent
+    size = latent.width if latent else manifest.geometry.head_dim
+    heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * size
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
     mlp = (2 * hidden + 3 * manifest.geometry.intermediate_size) * element
     head = (hidden + columns) * element + 4 * columns

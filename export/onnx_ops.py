@@ -36,7 +36,7 @@ from eesd.common.architecture import (
     Norm,
     Table,
 )
-from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry
+from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry, Latent
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
 from eesd.common.weights import (
@@ -436,8 +436,38 @@ class OnnxOperations:
             return parts[0]
         return self.node("Concat", parts, axis=-1)
 
+    def by_heads(self, x: str, layers: Sequence[Linear], name: str) -> str:
+        parts = self.nodes_of("Split", [x], len(layers), axis=-1, num_outputs=len(layers))
+        found = [self._linear(part, [one]) for part, one in zip(parts, layers, strict=True)]
+        return self.concat(found, "")
+
+    def _latent_attention(self, qkv: str, block: Block, latent: Latent, attends: bool) -> str:
+        """Attention to the rows in the caches. A row takes a slot's keys, then its values.
+
+        Values are whole rows, because TensorRT needs keys and values of one size.
+        """
+        geometry = block.geometry
+        counts = [geometry.num_heads] * attends + [1]
+        sizes = [count * size for count in counts for size in (latent.rank, latent.rotary)]
+        parts = self._split(qkv, sizes, -1)
+        rows = []
+        for still, turned in zip(parts[::2], parts[1::2], strict=True):
+            own = self._turned(self._heads_apart(turned, latent.rotary), block, "")
+            rows.append(self.node("Concat", [self._heads_apart(still, latent.rank), own], axis=-1))
+        row = self._heads_joined(rows[-1], latent.width)
+        caches = self._write_states(row, latent.width, range(block.cache, block.cache + 1))
+        if not attends:
+            return ""
+        keys = self._slice(self.node("Concat", caches, axis=-1), 0, latent.width, -1)
+        y = self._attended(rows[0], keys, keys, self._mask(block), geometry)
+        return self._heads_joined(
+            self._slice(y, 0, latent.rank, -1), geometry.num_heads * latent.rank
+        )
+
     def attention(self, qkv: str, block: Block, name: str, attends: bool) -> str:
         geometry = block.geometry
+        if geometry.latent:
+            return self._latent_attention(qkv, block, geometry.latent, attends)
         kv_heads = geometry.num_kv_heads
         size = geometry.head_dim
         heads = self._heads_apart(qkv, size)
@@ -544,7 +574,7 @@ class OnnxOperations:
     def _tables(self, block: Block) -> list[str]:
         """The rotary tables of a block, rounded from float32."""
         geometry = block.geometry
-        half = geometry.head_dim // 2
+        half = geometry.rotary_dim // 2
         columns = geometry.rotary_columns if block.eagle else self.geometry.rotary_columns
         local = block.kind == SLIDING and geometry.local_theta > 0
         names = HEAD_TABLES if block.eagle else ROTARY_TABLES
@@ -577,8 +607,9 @@ class OnnxOperations:
             twice = self.node("Concat", [q, self._slice(q, 0, 1, 2)], axis=2)
             found = self.node("Attention", [twice, keys, values, mask], **attributes)
             return self._slice(found, 0, -1, 2)
-        folded = self.constant([0, geometry.num_kv_heads, -1, geometry.head_dim])
-        apart = [0, geometry.num_heads, -1, geometry.head_dim]
+        size = geometry.latent.width if geometry.latent else geometry.head_dim
+        folded = self.constant([0, geometry.num_kv_heads, -1, size])
+        apart = [0, geometry.num_heads, -1, size]
         if self._parts_heads:
             folded = self._where_many(self.constant(apart), folded)
         found = self.node("Reshape", [q, folded])

@@ -118,7 +118,9 @@ def _own_levels(config: ModelConfig) -> dict[str, Quantization]:
 
 
 def _own_quantization(config: ModelConfig) -> Quantization | None:
-    if config.packing is None:
+    """The quantization that keeps the levels of all layers. Latent attention transposes a part of
+    its weights, so these models have none."""
+    if config.packing is None or config.geometry.latent is not None:
         return None
     shapes = layer_shapes(config.geometry, range(config.geometry.num_layers))
     return config.packing.quantization(

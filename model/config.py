@@ -284,7 +284,7 @@ def _activation(fields: Fields, family: Family) -> str:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    given: int | None = fields.integer("head_dim", family.head_dim, optional=True)
+    given: int | None = fields.integer(family.head_name, family.head_dim, optional=True)
     if given is None and hidden % heads:
         raise ValueError(
             f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is "

@@ -85,7 +85,7 @@ def scored_experts(
     most_used = defaults.get("num_experts_per_tok", ...)
     count, used = take_experts(fields, most, most_used, names=names)
     size = take("moe_intermediate_size")
-    groups = fields.integer("n_group", 1)
+    groups = fields.integer("n_group", defaults.get("n_group", 1))
     if dense is None:
         dense = range(min(layers, take("first_k_dense_replace", least=0)))
     experts = Experts(
@@ -98,7 +98,7 @@ def scored_experts(
         scores="sigmoid",
         choice_bias=True,
         groups=groups,
-        used_groups=fields.integer("topk_group", 1, most=groups),
+        used_groups=fields.integer("topk_group", defaults.get("topk_group", 1), most=groups),
         group_best=2 if groups > 1 else 1,
         norm_eps=1e-20,
         scale=fields.number("routed_scaling_factor", defaults["routed_scaling_factor"]),

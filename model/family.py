@@ -167,7 +167,8 @@ class Family:
         positions: Default of ``max_position_embeddings``.
         kv_heads: Default of ``num_key_value_heads``; None for the number of heads.
         kv_heads_null: Whether null also stands for the number of heads.
-        head_dim: Default of ``head_dim``; None for hidden_size / num_attention_heads.
+        head_name: Name of the field with the size of a head.
+        head_dim: Default of this field; None for hidden_size / num_attention_heads.
         theta: Default of ``rope_theta``.
         eps_name: Name of the field with the epsilon of norms.
         eps: Default of the epsilon.
@@ -196,6 +197,7 @@ class Family:
     positions: int
     kv_heads: int | None = None
     kv_heads_null: bool = True
+    head_name: str = "head_dim"
     head_dim: int | None = None
     theta: float = 10000.0
     eps_name: str = "rms_norm_eps"
@@ -317,20 +319,18 @@ def take_window(fields: Fields, default: int | None = None) -> int | None:
 
 
 def take_layer_types(
-    fields: Fields, layers: int, known: Iterable[str] = LAYER_TYPES
+    fields: Fields, layers: int, known: Iterable[str] = LAYER_TYPES, name: str = "layer_types"
 ) -> list[str] | None:
-    """``layer_types`` with an entry for each layer, all of them ``known``; None if absent."""
-    types = fields.take("layer_types", None)
+    """The field ``name`` with an entry for each layer, all of them ``known``; None if absent."""
+    types = fields.take(name, None)
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers:
-        raise ValueError(
-            f"layer_types must be a list with an entry for each of the {layers} layers"
-        )
+        raise ValueError(f"{name} must be a list with an entry for each of the {layers} layers")
     names = list(known)  # a list, because a damaged file may have entries that cannot be hashed
     others = [kind for kind in types if kind not in names]
     if others:
-        raise ValueError(f"layer_types has {shown(others[0])}; supported are {' and '.join(names)}")
+        raise ValueError(f"{name} has {shown(others[0])}; supported are {' and '.join(names)}")
     return types
 
 

@@ -25,7 +25,7 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
     """
     full = geometry.of_kind(FULL)
     rates, factor = _scaled_frequencies(full)
-    angles = np.zeros((length, full.head_dim // 2), np.float32)
+    angles = np.zeros((length, full.rotary_dim // 2), np.float32)
     np.multiply(np.arange(length, dtype=np.float32)[:, None], rates, out=angles[:, : len(rates)])
     cos = np.empty_like(angles)
     sin = np.empty_like(angles)
@@ -56,7 +56,7 @@ def _powers(theta: float, size: int) -> Floats:
 
 def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
     """The frequencies of the rotated pairs of values, and the factor of cos and sin."""
-    size = 2 * geometry.rotated or geometry.head_dim
+    size = 2 * geometry.rotated or geometry.rotary_dim
     scaling = geometry.rope_scaling
     found = frequencies(geometry.rope_theta, size)
     if scaling is None:

@@ -44,7 +44,7 @@ from eesd.common.architecture import (
     Norm,
     Table,
 )
-from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry
+from eesd.common.geometry import SLIDING, UNROTATED, Experts, Geometry, Latent
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
 from eesd.common.weights import INPUTS, split_side
@@ -176,7 +176,8 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D].
-    Returns [B, H, n, D]. Only the first slots are read, one for each column of the mask.
+    Returns [B, H, n, size of values]. Only the first slots are read, one for each column of the
+    mask.
 
     Heads are always folded, because torch's own grouped attention repeats the caches for every
     head. Torch adds in another order for a single query than for several, so its engine pads calls
@@ -187,7 +188,8 @@ def attend(
     mask = inputs.folded(q.shape[1] // kv_heads)
     if sinks is not None:  # repeat them for the folded queries
         sinks = sinks[:, None].expand(-1, q.shape[2]).reshape(kv_heads, -1, 1)
-    return _attention(folded, keys, values, mask, geometry, sinks).reshape(q.shape)
+    y = _attention(folded, keys, values, mask, geometry, sinks)
+    return y.reshape(*q.shape[:3], -1)
 
 
 def _attention(
@@ -408,8 +410,40 @@ class TorchOperations:
     def concat(self, parts: Sequence[Tensor], name: str) -> Tensor:
         return torch.cat(list(parts), -1)
 
+    def by_heads(self, x: Tensor, layers: Sequence[Linear], name: str) -> Tensor:
+        parts = x.chunk(len(layers), -1)
+        found = [self.linear(part, [one]) for part, one in zip(parts, layers, strict=True)]
+        return torch.cat(found, -1)
+
+    def _latent_attention(self, qkv: Tensor, block: Block, latent: Latent, attends: bool) -> Tensor:
+        """Attention to the rows in the caches."""
+        geometry = block.geometry
+        inputs = self._inputs()
+        counts = [geometry.num_heads] * attends + [1]
+        sizes = [count * size for count in counts for size in (latent.rank, latent.rotary)]
+        parts = torch.split(qkv, sizes, -1)
+        rows = []
+        for still, turned, count in zip(parts[::2], parts[1::2], counts, strict=True):
+            heads = turned.view(*turned.shape[:2], count, -1).transpose(1, 2)
+            own = still.view(*still.shape[:2], count, -1).transpose(1, 2)
+            rows.append(torch.cat((own, rotate(heads, inputs)), -1))
+        if not inputs.whole:
+            self._write_states(rows[-1][:, 0], range(block.cache, block.cache + 1))
+        if not attends:
+            return qkv
+        if inputs.whole:
+            y = attend_whole(rows[0], rows[1], rows[1][..., : latent.rank], geometry)
+        else:
+            slots = inputs.attn_mask.shape[3]
+            halves = [part[:, :, :slots] for part in self.caches[block.cache]]
+            keys = torch.cat(halves, -1)[..., : latent.width]
+            y = attend(rows[0], keys, keys[..., : latent.rank], inputs, geometry)
+        return y.transpose(1, 2).flatten(2)
+
     def attention(self, qkv: Tensor, block: Block, name: str, attends: bool) -> Tensor:
         geometry = block.geometry
+        if geometry.latent:
+            return self._latent_attention(qkv, block, geometry.latent, attends)
         inputs = self._inputs(block)
         window = geometry.window if block.kind == SLIDING else 0
         heads = qkv.view(*qkv.shape[:2], -1, geometry.head_dim).transpose(1, 2)

@@ -329,8 +329,14 @@ class _Builder:
     def concat(self, parts: Sequence[str], name: str) -> str:
         return self._node("Concat", parts, name, domain="", axis=-1)
 
+    def by_heads(self, x: str, layers: Sequence[Linear], name: str) -> str:
+        parts = [self._columns(f"{layer.name}.weight") for layer in layers]
+        given = [x, *map(self._packed, parts)]
+        return self._node("ByHeads", given, name, matrices=self._numbers(parts))
+
     def attention(self, qkv: str, block: Block, name: str, attends: bool) -> str:
         geometry = block.geometry
+        latent = geometry.latent
         norms = [self._small()] * 2
         if geometry.qk_norm:
             parts = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -344,7 +350,8 @@ class _Builder:
             name,
             heads=geometry.num_heads if attends else 0,
             kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
+            head_dim=latent.width if latent else geometry.head_dim,
+            rank=latent.rank if latent else 0,
             slots=slots_of(self.manifest),
             cache_heads=self._geometry.num_kv_heads,
             cache_dim=self._geometry.head_dim,

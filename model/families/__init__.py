@@ -4,6 +4,13 @@ from eesd.model.families.apertus import APERTUS
 from eesd.model.families.arcee import ARCEE
 from eesd.model.families.cohere import COHERE, COHERE2
 from eesd.model.families.cwm import CWM
+from eesd.model.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    MINICPM3,
+    YOUTU,
+)
 from eesd.model.families.dots1 import DOTS1
 from eesd.model.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from eesd.model.families.exaone4 import EXAONE4, EXAONE_MOE
@@ -83,6 +90,8 @@ _DENSE = (
     QWEN2_VL,
     QWEN2_5_VL,
     QWEN3_VL,
+    YOUTU,
+    MINICPM3,
 )
 _MIXED = (
     MIXTRAL,
@@ -94,6 +103,9 @@ _MIXED = (
     GPT_OSS,
     QWEN3_NEXT,
     QWEN3_5_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
     GLM4_MOE,
     SOLAR_OPEN,
     DOTS1,

@@ -18,7 +18,7 @@ from eesd.common.manifest import FileInfo, Manifest
 from eesd.common.quantization import BLOCK, DRAFT
 from eesd.common.weights import EMBEDDINGS, weights_of
 
-LAYOUT = 5
+LAYOUT = 6
 """Version of the layout of packed weights and graphs."""
 WEIGHTS = "weights.bin"
 FILES = "files.json"

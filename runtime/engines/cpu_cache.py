@@ -3,8 +3,9 @@ a copy.
 
 A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, in the layout of
 ``runtime/operators/SPECIFICATION.md``: float32, float16, or 8-bit levels with a float32 scale for
-each row of a head. Layers whose heads have other sizes use a part of the same memory. Pages are
-allocated on the first write, and released when a long text ends.
+each row of a head. Layers whose heads have other sizes use a part of the same memory, and the rows
+of latent attention take the place of a layer's keys and values. Pages are allocated on the first
+write, and released when a long text ends.
 """
 
 import mmap
@@ -93,6 +94,11 @@ class CpuKVCache:
                 f"{geometry.architecture} needs a KV cache of float32, because its states are "
                 f"computed from it; {dtype} was given."
             )
+        if geometry.latent is not None and dtype == "int8":
+            raise EESDError(
+                f"{geometry.architecture} needs a KV cache of float32 or float16, because a row of "
+                "latent attention has no scales; int8 was given."
+            )
         self.dtype = np.dtype(dtype)
         self.slots = slots_of(manifest)
         self.limit = manifest.max_seq_len
@@ -123,12 +129,14 @@ class CpuKVCache:
         whole = np.frombuffer(self._map, np.int8)
         memory = whole[:size_of_tiles].reshape(*shape, tiles, -1)
         self.address = int(memory.ctypes.data)
-        self._parts = list[_Rows | _Records]()
+        self._parts = list[_Rows | _Records | _LatentRows]()
         for (first, heads, width), layers in groupby(enumerate(_parts_of(manifest)), itemgetter(1)):
             indices = [index for index, _ in layers]
             which = slice(indices[0], indices[-1] + 1)
             if first in states:
                 self._parts.append(_Records(memory[which], which, self._shape))
+            elif heads == 0:
+                self._parts.append(_LatentRows(memory[which], which, width, self.dtype))
             else:
                 rows = _Rows(memory[which], which, heads, width, self.dtype, scale)
                 self._parts.append(rows)
@@ -219,6 +227,47 @@ class _Records:
         self._rows[slots] = values.transpose(3, 0, 1, 2, 4)
 
 
+class _LatentRows:
+    """The rows of successive layers with latent attention: views of the memory.
+
+    Args:
+        memory: [layers, 2, 1, S / 16, bytes of a tile] of the caches.
+        which: The layers.
+        width: Size of a row.
+        dtype: Type of an element.
+
+    Attributes:
+        which: The layers.
+        shape: One KV head, and half of a row.
+    """
+
+    scale = 0
+
+    def __init__(
+        self, memory: NDArray[np.int8], which: slice, width: int, dtype: np.dtype[Any]
+    ) -> None:
+        self.which = which
+        self.shape = 1, -(-width // 4) * 2
+        tiles = memory.shape[3]
+        size = tiles * TILE * _width(width) * dtype.itemsize
+        cells = memory.reshape(len(memory), -1)[:, :size].view(dtype)
+        self._cells = cells.reshape(len(memory), tiles, -1, TILE)[:, :, :width]
+
+    def gather(self, slots: NDArray[np.intp]) -> Values:
+        """A copy [layers, 2, 1, n, half of a row] of some slots."""
+        tiles, rows = np.divmod(slots, TILE)
+        found = self._cells[:, tiles, :, rows]  # [n, layers, width]
+        heads, half = self.shape
+        whole = np.pad(found, ((0, 0), (0, 0), (0, 2 * half - found.shape[2])))
+        return whole.reshape(*found.shape[:2], 2, heads, half).transpose(1, 2, 3, 0, 4)
+
+    def fill(self, slots: NDArray[np.intp], values: NDArray[Any]) -> None:
+        """Write rows that :meth:`gather` returned into some slots."""
+        tiles, rows = np.divmod(slots, TILE)
+        whole = values.transpose(3, 0, 1, 2, 4).reshape(len(slots), len(values), -1)
+        self._cells[:, tiles, :, rows] = whole[..., : self._cells.shape[2]]
+
+
 class _Rows:
     """The keys and values of successive layers with the same head sizes: views of the memory.
 
@@ -289,19 +338,21 @@ def _width(size: int) -> int:
 
 
 def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """For each cache: the first cache of its layer's states, or -1; number of KV heads; and head
-    size."""
+    """For each cache: the first cache of its layer's states, or -1; number of KV heads, 0 for rows
+    of latent attention; and size of a head or row."""
     geometry = manifest.geometry
     found = [(-1, geometry.num_kv_heads, geometry.head_dim)] * manifest.num_caches
     for first in states_at(manifest):
         for cache in range(first, first + geometry.state_caches):
             found[cache] = (first, *found[cache][1:])
-    if geometry.own_heads:
+    if geometry.own_heads or geometry.latent:
         model = Model(geometry, manifest.exit_head)
         blocks = [model.layer(layer) for layer in range(geometry.num_layers)]
         blocks += [model.exit_block(index) for index in range(manifest.exit_head.blocks)]
         for block in blocks:
-            found[block.cache] = -1, block.geometry.num_kv_heads, block.geometry.head_dim
+            own = block.geometry
+            sizes = (0, own.latent.width) if own.latent else (own.num_kv_heads, own.head_dim)
+            found[block.cache] = -1, *sizes
     return found
 
 

@@ -7,7 +7,7 @@ constexpr int64_t QUERIES = 48;  // maximum number of queries whose scores over 
 constexpr float MOST = 32767;    // for products with levels: the level of the largest number of a query, or of a chunk's weights
 
 // The types of the numbers by which cells are multiplied, and of sums. 8-bit levels are multiplied by 16-bit levels, two at a time. The
-// sums are integers that fit 32 bits (127 MOST MAX_WIDTH < 2^31), so the order of terms does not matter.
+// sums are integers that fit 32 bits (127 MOST MAX_HEAD < 2^31), so the order of terms does not matter.
 template <typename Cell> struct Kind {
   using Factor = float;
   using Sum = Floats;
@@ -95,15 +95,32 @@ static void write_query(const Attention &job, const float *x, float *q) {
   else memcpy(q, x, job.head_dim * sizeof(float));
 }
 
+// A query or key of latent attention: a part that stays, and a part that is rotated.
+static void turn_latent(const Attention &job, const float *still, const float *turned, const float *cos, const float *sin, float *y) {
+  memcpy(y, still, job.rank * sizeof(float));
+  rotate(turned, cos, sin, (job.head_dim - job.rank) / 2, y + job.rank);
+}
+
 // Rotate queries and keys, and write keys and values into the cache.
 template <typename Cell> static void write_cells(const Attention &job, int64_t first_token, int64_t last_token) {
-  const int64_t size = job.head_dim, half = size / 2;
+  const int64_t size = job.head_dim, rotated = size - job.rank, half = rotated / 2;
   float head[MAX_WIDTH];
   for (int64_t t = first_token; t < last_token; t++) {
     const Token &token = job.tokens[t];
-    const float *x = job.qkv + t * (job.heads + 2 * job.kv_heads * job.writes) * size;
+    const float *x = job.qkv + t * job.columns;
     const float *cos = job.cos ? job.cos + token.position * half : nullptr, *sin = job.sin ? job.sin + token.position * half : nullptr;
     const int64_t slot = token.slot, tile = slot / 16 * tile_of<Cell>(job.width);
+    const auto key_place = [&](int64_t d) { return key_at<Cell>(slot, d); };
+    if (job.rank) {
+      const float *row = x + job.heads * size;
+      for (int64_t h = 0; h < job.heads; h++) {
+        turn_latent(job, x + h * job.rank, x + job.heads * job.rank + h * rotated, cos, sin, head);
+        write_query(job, head, job.q + (t * job.heads + h) * job.width);
+      }
+      turn_latent(job, row, row + job.rank, cos, sin, head);
+      write_row(job, head, job.keys<Cell>(token, 0) + tile, slot, key_place);
+      continue;
+    }
     for (int64_t h = 0; h < job.heads; h++, x += size) {
       turn(job, x, job.q_norm, cos, sin, head);
       write_query(job, head, job.q + (t * job.heads + h) * job.width);
@@ -111,7 +128,7 @@ template <typename Cell> static void write_cells(const Attention &job, int64_t f
     if (!job.writes) continue;
     for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
       turn(job, x, job.k_norm, cos, sin, head);
-      write_row(job, head, job.keys<Cell>(token, h) + tile, slot, [&](int64_t d) { return key_at<Cell>(slot, d); });
+      write_row(job, head, job.keys<Cell>(token, h) + tile, slot, key_place);
     }
     for (int64_t h = 0; h < job.kv_heads; h++, x += size)
       write_row(job, x, job.values<Cell>(token, h) + tile, slot, [&](int64_t d) { return value_at<Cell>(slot, d, job.width); });
@@ -139,6 +156,13 @@ static void copy_row(const Cell *keys, const Cell *values, int64_t slot, int64_t
   scales_of(value, width)[place % 16] = scales_of(values, width)[slot % 16];
 }
 
+// The values of a tile of rows: the first numbers of each row, in the layout of values.
+template <typename Cell> static void values_of(const Cell *rows, int64_t width, Cell *values) {
+  for (int64_t first = 0; first < width; first += 16)
+    for (int64_t i = 0; i < 16; i++)
+      for (int64_t d = first; d < first + 16; d++) values[value_at<Cell>(i, d, width)] = rows[key_at<Cell>(i, d)];
+}
+
 template <typename Cell>
 static void find_tiles(const Attention &job, const Token &token, int64_t kv, int64_t start, Cell *copies, Tiles<Cell> *tiles) {
   const Cell *keys = job.keys<Cell>(token, kv), *values = job.values<Cell>(token, kv);
@@ -147,17 +171,22 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     const int64_t first = start + i * 16, end = least(first + 16, token.seen());
     tiles->keys[i] = keys + first / 16 * size;
     tiles->values[i] = values + first / 16 * size;
-    if (!token.path_length || first + 16 <= token.context) continue;
     Cell *key = copies + i * 2 * size, *value = key + size;
-    if (first < token.context) {
-      memcpy(key, tiles->keys[i], size * sizeof(Cell));
-      memcpy(value, tiles->values[i], size * sizeof(Cell));
+    const bool as_stored = !token.path_length || first + 16 <= token.context;
+    if (!as_stored) {
+      if (first < token.context) {
+        memcpy(key, tiles->keys[i], size * sizeof(Cell));
+        memcpy(value, tiles->values[i], size * sizeof(Cell));
+      }
+      for (int64_t place = first < token.context ? token.context : first; place < end; place++) {
+        const int64_t slot = token.path[place - token.context], tile = slot / 16 * size;
+        copy_row(keys + tile, values + tile, slot, job.width, key, value, place);
+      }
+      tiles->keys[i] = key;
+      tiles->values[i] = value;
     }
-    for (int64_t place = first < token.context ? token.context : first; place < end; place++) {
-      const int64_t slot = token.path[place - token.context], tile = slot / 16 * size;
-      copy_row(keys + tile, values + tile, slot, job.width, key, value, place);
-    }
-    tiles->keys[i] = key;
+    if (!job.rank) continue;
+    values_of(tiles->keys[i], job.value_width, value);
     tiles->values[i] = value;
   }
   tiles->next = keys + (start + (start + CHUNK < token.context ? CHUNK : 0)) / 16 * size;
@@ -335,9 +364,9 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
     for (int64_t n = i + 1; n < i + number.value; n++)
       shared = (queries[n].seen < shared) != levels ? queries[n].seen : shared;
     const Ahead<Cell> ahead = share_of(job, tiles.next, TILES, i, number.value, count);
-    add_all_values<number.value>(tiles, job.width, 0, shared, factors + i * CHUNK, scales + i, out + i, ahead);
+    add_all_values<number.value>(tiles, job.value_width, 0, shared, factors + i * CHUNK, scales + i, out + i, ahead);
     for (int64_t n = i; !levels && n < i + number.value; n++)  // positions that only some of these queries see
-      add_all_values<1>(tiles, job.width, shared, queries[n].seen, factors + n * CHUNK, scales + n, out + n, ahead);
+      add_all_values<1>(tiles, job.value_width, shared, queries[n].seen, factors + n * CHUNK, scales + n, out + n, ahead);
   });
 }
 
@@ -407,8 +436,8 @@ static void finish(const Attention &job, int64_t first_token, int64_t last_token
         merge(part, sink, job.width);
       }
       store(sum, div(all(1.f), all(part[1])));
-      float *y = job.y + (t * job.heads + h) * job.head_dim;
-      for (int64_t d = 0; d < job.head_dim; d++) y[d] = part[2 + d] * sum[0];
+      float *y = job.y + (t * job.heads + h) * job.value_dim;
+      for (int64_t d = 0; d < job.value_dim; d++) y[d] = part[2 + d] * sum[0];
     }
   }
 }

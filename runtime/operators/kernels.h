@@ -18,7 +18,8 @@ constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of a
 constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
-constexpr int64_t MAX_WIDTH = 512;  // maximum width of a head
+constexpr int64_t MAX_HEAD = 512;   // maximum width of a head
+constexpr int64_t MAX_WIDTH = 576;  // maximum width of a row of latent attention
 constexpr int64_t FEW_ROWS = 3;     // up to this number of rows, weights are waited for; with more, arithmetic takes longer
 
 // PLANES: 8-bit levels, whose lower halves follow after all panels. UPPER: the same bytes, but the lower halves are not read.
@@ -172,6 +173,7 @@ template <typename Cell> static inline float *scales_of(Cell *tile, int64_t widt
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
+  int64_t rank, value_dim, value_width;  // with a rank, keys are rows whose first `rank` numbers are the values, and the rest is rotated
   int64_t cache_heads, cache_width;                        // those of each layer's part of a cache
   bool writes;                                             // whether there are keys and values, which are written
   Cells cells;
@@ -179,19 +181,20 @@ struct Attention {
   bool norms_last;                                         // whether heads are normalized after rotation
   float scale, cap, epsilon;                               // cap: limit of scores; 0 for none
   int64_t window;                                          // number of positions that a token sees; 0 for all
-  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], or null if heads are not rotated; [head_dim] or null
+  const float *cos, *sin, *q_norm, *k_norm;  // [S, half of the rotated size], or null if heads are not rotated; [head_dim] or null
   const float *sinks;                        // [heads], a further score of each head, whose value is 0; or null
-  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without queries if heads is 0, or queries alone
+  const float *qkv;                          // [tokens, columns]: queries, keys and values, as in operators.cpp
+  int64_t columns;
   float *q;                                  // [tokens, heads, width]; in another form for caches of levels, see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
-  float *y;                                  // [tokens, heads head_dim]
+  float *y;                                  // [tokens, heads value_dim]
 
   template <typename Cell> Cell *keys(const Token &t, int64_t kv) const {
     return part_of<Cell>(t, 0) + kv * (slots / 16) * tile_of<Cell>(width);
   }
   template <typename Cell> Cell *values(const Token &t, int64_t kv) const {
-    return part_of<Cell>(t, 1) + kv * (slots / 16) * tile_of<Cell>(width);
+    return part_of<Cell>(t, rank ? 0 : 1) + kv * (slots / 16) * tile_of<Cell>(width);
   }
   // The keys (0) or values (1) of the layer.
   template <typename Cell> Cell *part_of(const Token &t, int64_t part) const {

@@ -211,6 +211,55 @@ class Multiply {
   const float *norm_, *bias_;
 };
 
+// Several products, each with this number of panels. `rows` is the largest number of rows.
+void multiply_each(const Call &call, const Settings &settings, const std::vector<Product> &jobs, int64_t panels, int64_t rows) {
+  const int64_t all = panels * static_cast<int64_t>(jobs.size());
+  call.parallel(all, settings.threads * (rows < MANY && jobs.size() == 1 ? 1 : 4), [&](int64_t first, int64_t last) {
+    for (int64_t at = first; at < last;) {
+      const int64_t job = at / panels, stop = std::min(last, (job + 1) * panels);
+      settings.kernels->multiply(jobs[static_cast<size_t>(job)], at - job * panels, stop - job * panels);
+      at = stop;
+    }
+  });
+}
+
+// x [T, heads K], a weight of each head -> y [T, heads N]: each head's part of x, times the head's weight.
+class MultiplyHeads {
+ public:
+  static constexpr const char *name = "ByHeads";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit MultiplyHeads(const Node &node) : parts_(read_matrices(node, 1)) {
+    for (const Matrix &part : parts_)
+      check(part.inputs == parts_[0].inputs && part.outputs == parts_[0].outputs && part.has_levels() == parts_[0].has_levels(),
+            "the weights of heads have the same sizes, and are of one kind");
+  }
+
+  void run(const Call &call) const {
+    const Tensor x = call.input(0);
+    const Matrix &one = parts_[0];
+    const int64_t heads = static_cast<int64_t>(parts_.size()), width = heads * one.inputs, columns = heads * one.outputs;
+    check(x.type == ort::FLOAT && !x.shape.empty() && x.shape.back() == width, "x has another width");
+    const int64_t tokens = x.size() / width;
+    float *y = call.output<float>(0, {tokens, columns});
+    if (!tokens) return;
+    Ready ready(settings_, heads * tokens, one.inputs, one.has_levels());
+    Scratch memory(ready.bytes() + Scratch::bytes_of<float>(tokens * width));
+    float *gathered = memory.take<float>(tokens * width);  // all tokens of a head, one after another
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t t = 0; t < tokens; t++)
+        memcpy(gathered + (h * tokens + t) * one.inputs, x.floats() + t * width + h * one.inputs, static_cast<size_t>(one.inputs) * sizeof(float));
+    ready.prepare(call, memory, gathered, nullptr, 0);
+    std::vector<Product> jobs;
+    for (int64_t h = 0; h < heads; h++)
+      jobs.push_back({&parts_[static_cast<size_t>(h)], 1, APART, ready.from(h * tokens), nullptr, nullptr, y + h * one.outputs, tokens, columns});
+    multiply_each(call, settings_, jobs, one.panels(), tokens);
+  }
+
+ private:
+  const Settings settings_ = settings;
+  Weights parts_;
+};
+
 // x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], factors
 // of the weights [E] or [0], biases of the choice [E] or [0], gate, up and down of each expert -> y [T, H]: the results of the k experts
 // with the largest logits or scores, times their weights, added up. Weights of experts that no token uses are not read.
@@ -314,14 +363,7 @@ class Mixture {
       jobs.push_back({&parts_[3 * e + part], gating ? 2 : 1, gating, ready.from(first), bias, nullptr, y + first * columns, rows, columns});
       most = std::max(most, rows);
     }
-    const int64_t panels = parts_[part].panels(), all = panels * static_cast<int64_t>(jobs.size());
-    call.parallel(all, settings_.threads * (most < MANY && jobs.size() == 1 ? 1 : 4), [&](int64_t first, int64_t last) {
-      for (int64_t at = first; at < last;) {
-        const int64_t job = at / panels, stop = std::min(last, (job + 1) * panels);
-        settings_.kernels->multiply(jobs[static_cast<size_t>(job)], at - job * panels, stop - job * panels);
-        at = stop;
-      }
-    });
+    multiply_each(call, settings_, jobs, parts_[part].panels(), most);
   }
 
   const Settings settings_ = settings;
@@ -338,7 +380,9 @@ class Mixture {
 };
 
 // qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0],
-// sinks [H] or [0] -> y [T, H D]. A row of tokens has the address of the cache, the position, the slot, the context, and the length of
+// sinks [H] or [0] -> y [T, H D]. With latent attention, a row of D numbers begins with `rank` compressed ones: qkv [T, (H + 1) D] has the
+// compressed queries of all heads, their other D - rank numbers, and the row; cos and sin are [S, (D - rank) / 2], and y is [T, H rank].
+// A row of tokens has the address of the cache, the position, the slot, the context, and the length of
 // the path.
 class Attend {
  public:
@@ -349,6 +393,10 @@ class Attend {
     job_.kv_heads = positive(node, "kv_heads");
     job_.head_dim = positive(node, "head_dim");
     job_.width = (job_.head_dim + 15) / 16 * 16;
+    job_.rank = node.integer("rank");
+    check(job_.rank >= 0 && job_.rank < job_.head_dim, "the rank is out of range");
+    job_.value_dim = job_.rank ? job_.rank : job_.head_dim;
+    job_.value_width = (job_.value_dim + 15) / 16 * 16;
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
     job_.cache_heads = positive(node, "cache_heads");
@@ -362,13 +410,15 @@ class Attend {
     check(job_.cap >= 0 && job_.window >= 0 && job_.window < LIMIT, "the cap or the window is out of range");
     job_.epsilon = node.real("epsilon");
     check(job_.heads >= 0 && job_.heads < LIMIT && job_.heads % job_.kv_heads == 0, "heads is no multiple of kv_heads");
-    check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 512 values, an even number");
+    const int64_t rotated = job_.head_dim - job_.rank, parts = job_.rank ? 2 : 1;
+    check(job_.width <= (job_.rank ? MAX_WIDTH : MAX_HEAD) && rotated % 2 == 0, "a head has at most 512 values, an even number");
+    check(!job_.rank || job_.kv_heads == 1, "rows of latent attention have one KV head");
     check(job_.slots % 16 == 0 && job_.layer >= 0 && job_.layer < LIMIT, "slots are a multiple of 16");
-    check(job_.cache_heads < LIMIT && job_.cache_width <= MAX_WIDTH && job_.kv_heads <= job_.cache_heads &&
-              job_.kv_heads * job_.width <= job_.cache_heads * job_.cache_width,
+    check(job_.cache_heads < LIMIT && job_.cache_width <= MAX_HEAD && job_.kv_heads <= job_.cache_heads &&
+              job_.kv_heads * job_.width <= parts * job_.cache_heads * job_.cache_width,
           "the heads do not fit the caches");
     const Tensor cos = node.constant(3), sin = node.constant(4);
-    positions_ = cos.size() / (job_.head_dim / 2);
+    positions_ = cos.size() / (rotated / 2);
     check(cos.type == ort::FLOAT && sin.type == ort::FLOAT && cos.size() == sin.size(), "cos and sin are tables of float32");
     if (cos.size()) job_.cos = cos.floats(), job_.sin = sin.floats();
     job_.q_norm = node.floats(5, job_.head_dim, "the norm of queries has another size");
@@ -380,13 +430,14 @@ class Attend {
     const Tensor qkv = call.input(0), rows = call.input(1), paths = call.input(2);
     Attention job = job_;
     const std::vector<Token> tokens = read_tokens(rows, paths);
-    const int64_t count = static_cast<int64_t>(tokens.size()), values = job.heads * job.head_dim;
-    const int64_t written = job.writes ? 2 * job.kv_heads * job.head_dim : 0;
-    check(qkv.type == ort::FLOAT && qkv.size() == count * (values + written), "qkv has another size");
+    const int64_t count = static_cast<int64_t>(tokens.size()), written = job.writes ? (job.rank ? 1 : 2) * job.kv_heads : 0;
+    check(!job.rank || settings_.cells != LEVELS, "rows of latent attention have no levels");
+    job.columns = (job.heads + written) * job.head_dim;
+    check(qkv.type == ort::FLOAT && qkv.size() == count * job.columns, "qkv has another size");
     job.cells = settings_.cells;
     job.tokens = tokens.data();
     job.qkv = qkv.floats();
-    job.y = call.output<float>(0, {count, values});
+    job.y = call.output<float>(0, {count, job.heads * job.value_dim});
     int64_t longest = 0;
     for (const Token &token : tokens) longest = token.seen() > longest ? token.seen() : longest;
     const std::vector<int64_t> groups = group(tokens);
@@ -459,7 +510,7 @@ class DeepCache {
       : kv_heads_(positive(node, "kv_heads")), head_dim_(positive(node, "head_dim")), slots_(positive(node, "slots")),
         layer_(node.integer("layer")), size_(node.integer("size")) {
     check(size_ > 0 && size_ < LIMIT, "a state has no number");
-    check(kv_heads_ < LIMIT && head_dim_ <= MAX_WIDTH && slots_ < LIMIT && slots_ % 16 == 0, "slots are a multiple of 16");
+    check(kv_heads_ < LIMIT && head_dim_ <= MAX_HEAD && slots_ < LIMIT && slots_ % 16 == 0, "slots are a multiple of 16");
     check(layer_ >= 0 && layer_ < LIMIT, "the layer is out of range");
   }
 
@@ -704,7 +755,7 @@ class Rule {
     job_.value_dim = positive(node, "value_dim");
     job_.taps = positive(node, "taps");
     job_.epsilon = node.real("epsilon");
-    check(job_.key_dim <= MAX_WIDTH && job_.value_dim <= MAX_WIDTH && job_.taps <= 16 && job_.value_heads <= 4096 &&
+    check(job_.key_dim <= MAX_HEAD && job_.value_dim <= MAX_HEAD && job_.taps <= 16 && job_.value_heads <= 4096 &&
               job_.value_heads % job_.key_heads == 0, "the sizes of the delta rule are out of range");
     check(cache_.size() == job_.record_size(), "a record has another size");
     job_.width = (job_.value_dim + 15) / 16 * 16;
@@ -984,7 +1035,7 @@ EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::Api
     ort::Domain *made = nullptr;
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :
-         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Mixture>(), eesd::custom_op<eesd::Attend>(),
+         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::MultiplyHeads>(), eesd::custom_op<eesd::Mixture>(), eesd::custom_op<eesd::Attend>(),
           eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>(),
           eesd::custom_op<eesd::ParentState>(), eesd::custom_op<eesd::Convolve>(), eesd::custom_op<eesd::Rule>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));

@@ -176,6 +176,11 @@ def narrowed(name: str) -> dict[str, Any]:
     for key, most in (few | dict.fromkeys(experts, 6)).items():
         config |= {key: min(config[key], most)} if key in config else {}
     config |= {key: config[key][:layers] for key in BY_LAYER if config.get(key)}
+    if "kv_lora_rank" in config:
+        config |= {"q_lora_rank": config["q_lora_rank"] and 12, "kv_lora_rank": 20}
+        config |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        groups = {"n_group": 2, "topk_group": 1}
+        config |= {key: min(config[key], most) for key, most in groups.items() if key in config}
     if config["model_type"] == "gemma4_text":
         config |= {"vocab_size_per_layer_input": 61, "global_head_dim": 2 * size}
         config |= {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import specification
 from support.delta_layer import check_rounds
+from support.latent_layer import check_by_heads, check_latent
 from support.operators import (
     Attention,
     Mixture,
@@ -289,6 +290,12 @@ def check_experts(path: Path) -> None:
         factors = None if normed else random.normal(0, 1, 5).astype(np.float32)
         mixture = Mixture(own, used, normed, residual=True, factors=factors)
         check_mixture(mixture, path, True, ["scalar"])
+
+
+def check_rows(path: Path) -> None:
+    """Latent attention over a text and a tree, and products for heads."""
+    check_latent(path, ["scalar"])
+    check_by_heads(path, ["scalar"])
 
 
 def check_delta(path: Path) -> None:
@@ -593,6 +600,30 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "earlier[t * before + d] = record(run, slot);",
         "earlier[t * before + d] = record(run, std::max<int64_t>(run.slot + i - d - 1, 0));",
         check_delta,
+    ),
+    "values from another place of a row": (
+        "attention.h",
+        "rows[key_at<Cell>(i, d)]",
+        "rows[key_at<Cell>(i, d + 1)]",
+        check_rows,
+    ),
+    "values before the path is copied": (
+        "attention.h",
+        "values_of(tiles->keys[i],",
+        "values_of(keys + first / 16 * size,",
+        check_rows,
+    ),
+    "a rotated part of another head": (
+        "attention.h",
+        "x + job.heads * job.rank + h * rotated",
+        "x + job.heads * job.rank",
+        check_rows,
+    ),
+    "rows of another head's product": (
+        "operators.cpp",
+        "ready.from(h * tokens)",
+        "ready.from(h)",
+        check_rows,
     ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }

@@ -638,6 +638,54 @@ def _hunyuan_moe(rng: random.Random, sizes: Options) -> Options:
     return _hunyuan(rng, sizes) | {"num_experts": count, "moe_topk": topk}
 
 
+def _latent(rng: random.Random, sizes: Options) -> Options:
+    """Sizes of latent attention, and yarn with DeepSeek's factors."""
+    heads = sizes["num_attention_heads"]
+    sizes["num_key_value_heads"] = heads
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+    scales = rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": rng.choice((1.0, 0.7))}))
+    longer = {"rope_parameters": yarn | scales | {"rope_theta": 500.0}}
+    return rng.choice((_rope(rng), longer, longer)) | {
+        "q_lora_rank": rng.choice((None, 12, 31)),
+        "kv_lora_rank": rng.choice((8, 21, 40)),
+        "qk_nope_head_dim": rng.choice((8, 5, 16)),
+        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "v_head_dim": rng.choice((8, 11, 16)),
+    }
+
+
+def _deepseek_v3(rng: random.Random, sizes: Options) -> Options:
+    return _latent(rng, sizes) | _scored(rng, sizes)
+
+
+def _deepseek_v2(rng: random.Random, sizes: Options) -> Options:
+    """transformers cannot run odd sizes."""
+    own = _deepseek_v3(rng, sizes)
+    own |= {"kv_lora_rank": rng.choice((8, 20, 40)), "qk_nope_head_dim": rng.choice((8, 6, 16))}
+    kinds = ("greedy", "group_limited_greedy")
+    return own | {"norm_topk_prob": False, "topk_method": rng.choice(kinds)}
+
+
+def _glm4_moe_lite(rng: random.Random, sizes: Options) -> Options:
+    own = _deepseek_v3(rng, sizes)
+    layers = sizes["num_hidden_layers"]
+    dense = own.pop("first_k_dense_replace")
+    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    return own | {"mlp_layer_types": rng.choice((None, kinds, kinds[::-1]))}
+
+
+def _youtu(rng: random.Random, sizes: Options) -> Options:
+    return _latent(rng, sizes) | _biases(rng, "attention_bias")
+
+
+def _minicpm3(rng: random.Random, sizes: Options) -> Options:
+    return _youtu(rng, sizes) | {
+        "scale_emb": rng.choice((12, 1)),
+        "scale_depth": rng.choice((1.4, None)),
+        "dim_model_base": rng.choice((sizes["hidden_size"] // 2, 10, None)),
+    }
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -689,5 +737,10 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "exaone_moe": _exaone_moe,
     "flex_olmo": _olmoe,
     "hunyuan_v1_moe": _hunyuan_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "youtu": _youtu,
+    "minicpm3": _minicpm3,
 }
 """Variations of each family, by ``model_type``."""

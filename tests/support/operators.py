@@ -580,6 +580,7 @@ class Attention:
             "cache_heads": self.cache_heads or self.kv_heads,
             "cache_dim": self.cache_dim or self.head_dim,
             "writes": 1,
+            "rank": 0,
             "layer": self.layer,
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,

@@ -43,6 +43,12 @@ its query. So S is a sum, over the earlier tokens, of decayed outer products of 
 slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
 nothing has to be undone when drafted tokens are rejected.
 
+**Latent attention** (DeepSeek, arXiv 2405.04434): a token has one compressed row c in the cache,
+next to one rotated key. A head's key is K c followed by the rotated key, its value V c. Since
+q K c = (q K) c, a head's query is multiplied by K instead, and the sum of the rows by V afterwards.
+So all heads attend to the rows in the cache, as if there were one KV head whose values are the
+first part of its keys.
+
 **Gemma 4**: the two kinds of layers have heads of different sizes, and the last layers of some
 models read the keys and values of earlier layers. In some models each layer also reads an input: a
 second embedding of the token, plus a projection of the first embedding.
@@ -62,6 +68,7 @@ from eesd.common.geometry import (
     ExitConfig,
     Experts,
     Geometry,
+    Latent,
     draft_columns,
     exit_caches,
 )
@@ -110,6 +117,8 @@ DELTA_BIAS = "linear_attn.dt"
 DELTA_NORM = "linear_attn.norm"
 """Names, within a block, of the delta rule's convolution [mixed, 1, taps], of the logarithm of the
 decay and the bias of its input [value_heads], and of the norm of its heads [value_dim]."""
+LATENT_EPS = 1e-6
+"""Epsilon of the norms within latent attention. In transformers it is fixed."""
 DELTA_EPS = 1e-6
 """Added to the sum of squares by which queries and keys of the delta rule are normalized."""
 DEEP_IN = "deep_in_proj"
@@ -315,13 +324,20 @@ class Operations(Protocol[X]):
         """Columns side by side."""
         ...
 
+    def by_heads(self, x: X, layers: Sequence[Linear], name: str) -> X:
+        """The outputs of a linear layer for each head, side by side. x has equal parts, the inputs
+        of the heads."""
+        ...
+
     def attention(self, qkv: X, block: Block, name: str, attends: bool) -> X:
         """Write keys and values into the block's cache, and attend to it.
 
         Args:
             qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
                 no queries, and the result is not used. A block that does not write has only
-                queries.
+                queries. With latent attention: the queries of all heads, the parts of all queries
+                that are rotated, and the token's row. The result has the size of a compressed row
+                for each head.
             block: The block. Its geometry defines how heads are normalized, rotated and scored.
             name: Name of the result.
             attends: Whether ``qkv`` has queries.
@@ -694,6 +710,8 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
     """
     geometry = of.geometry
     prefix = of.prefix
+    if geometry.latent:
+        return _latent_attention(o, of, geometry.latent, x, attends)
     heads = {"q": geometry.num_heads} if attends else {}
     if of.writes:
         heads |= {"k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
@@ -714,6 +732,38 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
         parts = [o.norm(part, of.norm(one)) for part, one in zip(normed, names, strict=True)]
         qkv = o.concat([*parts, values], f"{prefix}qkv_normed")
     return o.attention(qkv, of, f"{prefix}attention", attends)
+
+
+def _latent_attention(o: Operations[X], of: Block, latent: Latent, x: X, attends: bool) -> X:
+    """Latent attention: the input of the output projection."""
+    prefix = f"{of.prefix}self_attn."
+    heads = range(of.geometry.num_heads)
+    bias = of.geometry.qkv_bias
+    widths = {"kv_a": latent.rank, "k_rotary": latent.rotary}
+    layers = [Linear(f"{prefix}kv_a_proj", latent.width, bias)]
+    if attends and latent.query_rank:
+        layers = [Linear(f"{prefix}q_a_proj", latent.query_rank, bias), *layers]
+        widths = {"q_a": latent.query_rank} | widths
+    norm = of.norm("input_layernorm")
+    given = o.product(x, layers, f"{of.prefix}compressed", norm)
+    *q, row, key = o.split(given, [*widths.values()], [f"{prefix}{part}" for part in widths])
+    row = o.norm(row, of.norm("self_attn.kv_a_layernorm")._replace(eps=LATENT_EPS))
+    if not attends:
+        qkv = o.concat([row, key], f"{of.prefix}row")
+        return o.attention(qkv, of, f"{of.prefix}rows", attends)
+    queries = Linear(f"{prefix}q_proj", len(heads) * (latent.plain + latent.rotary))
+    if latent.query_rank:
+        [x] = q
+        queries = queries._replace(name=f"{prefix}q_b_proj")
+        norm = of.norm("self_attn.q_a_layernorm")._replace(eps=LATENT_EPS)
+    query = o.product(x, [queries], f"{of.prefix}q", norm)
+    sizes = [len(heads) * latent.plain, len(heads) * latent.rotary]
+    plain, turned = o.split(query, sizes, [f"{prefix}q_plain", f"{prefix}q_rotary"])
+    inward = [Linear(f"{prefix}heads.{head}.k_b_proj", latent.rank) for head in heads]
+    outward = [Linear(f"{prefix}heads.{head}.v_b_proj", latent.value) for head in heads]
+    plain = o.by_heads(plain, inward, f"{of.prefix}q_inward")
+    qkv = o.concat([plain, turned, row, key], f"{of.prefix}qkv")
+    return o.by_heads(o.attention(qkv, of, f"{of.prefix}rows", attends), outward, f"{of.prefix}v")
 
 
 def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int]) -> X:

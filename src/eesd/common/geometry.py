@@ -64,6 +64,7 @@ SCORES = ("softmax", "sigmoid")
 """Functions that give the scores of experts from the router's logits."""
 MOST_LAYERS = 4096
 WIDEST = 512
+WIDEST_LATENT = 576
 LARGEST_SIZE = 1 << 24
 MOST_TAPS = 16
 """Bounds on the values in a file, so that a damaged file cannot exhaust the memory."""
@@ -199,6 +200,46 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention (arXiv 2405.04434), whose cache has one compressed row for a token.
+
+    Attributes:
+        query_rank: Size of a token's compressed queries; 0 if queries are not compressed.
+        rank: Size of a token's compressed keys and values, from which all heads compute theirs.
+        plain: Size of the part of a head's query and key that is not rotated.
+        rotary: Size of the rotated part. All heads have the same rotated key.
+        value: Size of a head's value.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    query_rank: int
+    rank: int
+    plain: int
+    rotary: int
+    value: int
+
+    def __post_init__(self) -> None:
+        _check_size("q_lora_rank", self.query_rank, LARGEST_SIZE, least=0)
+        for name, size in (("qk_nope", self.plain), ("qk_rope", self.rotary), ("v", self.value)):
+            _check_size(f"{name}_head_dim", size, WIDEST)
+        _check_size("kv_lora_rank", self.rank, WIDEST_LATENT - self.rotary)
+        if self.rotary % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.rotary}, and must be even")
+
+    @property
+    def width(self) -> int:
+        """Size of a token's row in the cache: the compressed part, then the rotated key."""
+        return self.rank + self.rotary
+
+    @property
+    def half(self) -> int:
+        """Half of a row, rounded up to an even size: the size of a head in the cache."""
+        return -(-self.width // 4) * 2
+
+
+@dataclass(frozen=True)
 class Geometry:
     """All properties that the modules of a decoder depend on. Defaults are Llama's values.
 
@@ -232,6 +273,8 @@ class Geometry:
         window: Number of tokens that a sliding layer sees, including the current token.
         taps: Number of tokens that a short convolution sees, including the current token.
         delta: Sizes of layers with the gated delta rule.
+        latent: Sizes of latent attention, which replaces the attention of all layers. Caches then
+            have one KV head: a token's row is its keys, followed by its values.
         local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. If
             0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
@@ -291,6 +334,7 @@ class Geometry:
     window: int = 0
     taps: int = 0
     delta: DeltaRule | None = None
+    latent: Latent | None = None
     local_theta: float = 0.0
     experts: Experts | None = None
     full_heads: tuple[int, ...] = ()
@@ -374,6 +418,7 @@ class Geometry:
                 bool(kinds & {*RECURRENT}) and self.state_caches > WIDEST
             ),
             "the heads of a kind of layer do not fit the caches": not self._heads_fit(),
+            "latent attention does not fit the caches or the other parts": not self._latent_fits(),
             "no layer has the keys and values of one that shares them": not self._shares_fit(),
             "the inputs of layers are out of range": (
                 not 0 <= self.input_size <= LARGEST_SIZE
@@ -407,6 +452,17 @@ class Geometry:
             and heads[0] * heads[1] <= columns
             for heads in self.own_heads
         )
+
+    def _latent_fits(self) -> bool:
+        latent = self.latent
+        if latent is None:
+            return True
+        others = (
+            *(self.attention_cap, self.rotated, self.own_heads, self.sinks, self.attention_gate),
+            *(self.qk_norm, self.qk_norm_joint, {*self.layer_kinds} - {FULL}),
+        )
+        sizes = (self.num_kv_heads, self.head_dim)
+        return sizes == (1, latent.half) and self.attention_scale > 0 and not any(others)
 
     def _shares_fit(self) -> bool:
         if not self.shared_from:
@@ -539,7 +595,12 @@ class Geometry:
         """Columns of the rotary tables: half of a head's values; then the columns of sliding layers
         if these have a separate base."""
         kinds = (FULL, SLIDING) if self.local_theta else (FULL,)
-        return sum(self.of_kind(kind).head_dim // 2 for kind in kinds)
+        return sum(self.of_kind(kind).rotary_dim // 2 for kind in kinds)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the part of a head that the rotary tables describe."""
+        return self.latent.rotary if self.latent else self.head_dim
 
     def on_rank(self, ranks: int) -> "Geometry":
         """The geometry of each rank of a split model. Raises :class:`EESDError` if the ranks cannot
@@ -549,17 +610,13 @@ class Geometry:
         if experts is not None:
             parts["columns of an expert"] = experts.size
             parts["columns of the shared expert"] = experts.shared
-        for what, size in parts.items():
-            if size % ranks:
-                raise EESDError(
-                    f"{ranks} ranks do not divide the model's {size} {what}; give another number."
-                )
         unsplit = {
             "norms over all heads": self.qk_norm_joint,
             "short convolutions": self.taps,
             "the gated delta rule": self.delta,
             "gated attention": self.attention_gate,
             "attention sinks": self.sinks,
+            "latent attention": self.latent,
             "layers of different sizes": self.own_heads or self.shared_from,
             "inputs of layers": self.input_size,
             "an MLP next to experts": experts is not None and experts.beside,
@@ -569,6 +626,11 @@ class Geometry:
             raise EESDError(
                 f"{self.architecture} cannot be split over ranks: it has {part}; start one process."
             )
+        for what, size in parts.items():
+            if size % ranks:
+                raise EESDError(
+                    f"{ranks} ranks do not divide the model's {size} {what}; give another number."
+                )
         return replace(
             self,
             num_heads=self.num_heads // ranks,

@@ -43,6 +43,7 @@ PACKED = {
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".qk_proj.": (".q_proj.", ".k_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+    ".qkv_a_proj.": (".q_a_proj.", ".kv_a_proj."),
     ".in_mixed_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_b_proj.", ".in_a_proj."),
 }
 """Linear layers with the same input that are packed into one product: a part of the packed layer's

@@ -121,6 +121,11 @@ class Shapes:
     def concat(self, parts: Sequence[int], name: str) -> int:
         return sum(parts)
 
+    def by_heads(self, x: int, layers: Sequence[Linear], name: str) -> int:
+        for layer in layers:
+            self._linear(x // len(layers), layer)
+        return sum(layer.outputs for layer in layers)
+
     def attention(self, qkv: int, block: Block, name: str, attends: bool) -> int:
         geometry = block.geometry
         for part, there in {"q": attends, "k": block.writes}.items():
@@ -131,7 +136,8 @@ class Shapes:
         self._use(block.cache)
         self.attended.append(block.cache)
         self.rotates |= block.kind != UNROTATED and block.eagle is None
-        return geometry.num_heads * geometry.head_dim
+        size = geometry.latent.rank if geometry.latent else geometry.head_dim
+        return geometry.num_heads * size
 
     def convolution(self, x: int, block: Block, name: str) -> int:
         hidden = block.geometry.hidden_size

@@ -1,0 +1,273 @@
+"""DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM and MiniCPM3: latent attention.
+
+A head's rows of ``kv_b_proj`` are split into the part for its key, which is transposed because it
+multiplies queries, and the part for its value.
+"""
+
+from dataclasses import replace
+from functools import partial
+from math import frexp, log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.checks import shown
+from eesd.common.geometry import Experts, Geometry, Latent
+from eesd.common.weights import FINAL_NORM
+from eesd.model.experts import scored_experts, scored_tensors, take_experts
+from eesd.model.family import (
+    ChangedTensor,
+    Family,
+    Own,
+    Sizes,
+    StoredTensor,
+    Tensors,
+    attention_biases,
+    reordered,
+    rows_of,
+    take_layer_types,
+    take_positive,
+)
+from eesd.model.fields import Fields
+
+HEAD = "qk_rope_head_dim"
+"""The field with the number of values of a head that are rotated."""
+NO_EFFECT = (
+    *("aux_loss_alpha", "ep_size", "moe_layer_freq", "num_mtp_layers", "num_nextn_predict_layers"),
+    *("qk_head_dim", "router_aux_loss_coef", "output_router_logits", "scoring_func", "seq_aux"),
+)
+"""Fields of published configs that transformers ignores."""
+
+
+LATENT = Latent(1536, 512, 128, 64, 128)
+EXPERTS = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+GLM_EXPERTS = EXPERTS | {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Defaults of DeepSeek-V3 and GLM-4.7-Flash."""
+
+
+def take_latent(fields: Fields, default: Latent) -> dict[str, Any]:
+    """Parts of the geometry for latent attention. ``default`` has the defaults of its sizes."""
+    heads = fields.integer("num_attention_heads")
+    if (fields.raw.get("num_key_value_heads") or heads) != heads:
+        raise ValueError("num_key_value_heads must equal num_attention_heads in latent attention")
+    latent = Latent(
+        fields.integer("q_lora_rank", default.query_rank, optional=True) or 0,
+        fields.integer("kv_lora_rank", default.rank),
+        fields.integer("qk_nope_head_dim", default.plain),
+        fields.integer(HEAD, default.rotary),
+        fields.integer("v_head_dim", default.value),
+    )
+    if fields.take("head_dim", latent.rotary) not in (latent.rotary, None):
+        raise ValueError(f"head_dim must equal {HEAD}, as in all published models")
+    fields.taken |= {*NO_EFFECT}
+    return attention_biases(fields) | {
+        "latent": latent,
+        "num_kv_heads": 1,
+        "head_dim": latent.half,
+        "attention_scale": (latent.plain + latent.rotary) ** -0.5 * _sharpened(fields),
+    }
+
+
+def _sharpened(fields: Fields) -> float:
+    """The factor of scores for long texts: the square of yarn's factor for ``mscale_all_dim``."""
+    given = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    rope = Fields(given)
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    by: float | None = rope.number("mscale_all_dim", None, optional=True)
+    if kind == "default" or not by:
+        return 1.0
+    longer = log(max(take_positive(rope, "factor", None), 1.0))
+    return float(0.1 * by * longer + 1.0) ** 2
+
+
+def _own(fields: Fields, _: Sizes, default: Latent) -> Own:
+    if not fields.flag("rope_interleave", True):
+        raise ValueError("rope_interleave must be true, as in all published models")
+    return Own(take_latent(fields, default))
+
+
+def _own_v3(fields: Fields, sizes: Sizes) -> Own:
+    own = _own(fields, sizes, LATENT)
+    return own._replace(parts={**own.parts, **scored_experts(fields, sizes.layers, EXPERTS)})
+
+
+def _own_v2(fields: Fields, sizes: Sizes) -> Own:
+    """Shares are never divided by their sum, whatever ``norm_topk_prob`` is."""
+    parts = take_latent(fields, LATENT) | {"mlp_bias": fields.flag("mlp_bias")}
+    if fields.raw.get("norm_topk_prob") is False:
+        fields.taken.add("norm_topk_prob")
+    method = fields.take("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(
+            f"topk_method is {shown(method)}, and must be greedy or group_limited_greedy"
+        )
+    count, used = take_experts(fields, 64, ..., names=("n_routed_experts", "num_experts"))
+    size = fields.integer("moe_intermediate_size", 1407)
+    shared = size * fields.integer("n_shared_experts", 2, least=0)
+    dense = range(min(sizes.layers, fields.integer("first_k_dense_replace", 0, least=0)))
+    groups = fields.integer("n_group", None, optional=True)
+    used_groups = fields.integer("topk_group", None, optional=True)
+    if method == "greedy":
+        groups = used_groups = 1
+    scale = fields.number("routed_scaling_factor", 1.0)
+    experts = Experts(count, used, size, False, tuple(dense), shared, scale=scale)
+    if len(dense) < sizes.layers:
+        parts["experts"] = replace(experts, groups=groups or 0, used_groups=used_groups or 0)
+    return Own(parts)
+
+
+def _own_glm(fields: Fields, sizes: Sizes) -> Own:
+    """``first_k_dense_replace`` of published configs has no effect."""
+    own = _own(fields, sizes, Latent(768, 512, 192, 64, 256))
+    types = take_layer_types(fields, sizes.layers, ("dense", "sparse"), "mlp_layer_types")
+    if types is None:
+        types = ["dense", *["sparse"] * (sizes.layers - 1)]
+    fields.taken.add("first_k_dense_replace")
+    dense = [layer for layer, kind in enumerate(types) if kind == "dense"]
+    experts = scored_experts(fields, sizes.layers, GLM_EXPERTS, dense)
+    return own._replace(parts={**own.parts, **experts})
+
+
+def _own_minicpm3(fields: Fields, sizes: Sizes) -> Own:
+    """The factors are merged as Granite's are."""
+    heads = fields.integer("num_attention_heads")
+    parts = take_latent(fields, Latent(768, 256, 64, 32, sizes.hidden // heads))
+    depth = fields.number("scale_depth", 1.4, optional=True)
+    base = fields.integer("dim_model_base", 256, optional=True) or sizes.hidden
+    residual = 1.0 if depth is None else depth / sizes.layers**0.5
+    logits = sizes.hidden / base
+    parts |= {
+        "embedding_scale": take_positive(fields, "scale_emb", 12) / residual,
+        "rms_norm_eps": sizes.eps / residual**2,
+        "wide_norms": frexp(logits)[0] != 0.5,
+    }
+    return Own(parts, divided={FINAL_NORM: logits})
+
+
+def latent_tensors(tensors: Tensors, geometry: Geometry, interleaved: bool = True) -> Tensors:
+    """The tensors with the decoder's names, and with the rows of queries and keys in its order."""
+    latent = geometry.latent
+    assert latent is not None
+    turned = np.arange(latent.rotary)
+    if interleaved:
+        turned = turned.reshape(-1, 2).T.reshape(-1)
+    rows = np.arange(geometry.num_heads * (latent.plain + latent.rotary))
+    apart = rows.reshape(geometry.num_heads, -1)
+    queries = (apart[:, : latent.plain], apart[:, latent.plain :][:, turned])
+    query = np.concatenate([part.reshape(-1) for part in queries])
+    key = np.concatenate([np.arange(latent.rank), latent.rank + turned])
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        before, _, within = name.partition(".self_attn.")
+        module, _, kind = within.rpartition(".")
+        prefix = f"{before}.self_attn."
+        if module in ("q_proj", "q_b_proj"):
+            found[name] = _in_order(tensor, query)
+        elif module == "kv_a_proj_with_mqa":
+            found[f"{prefix}kv_a_proj.{kind}"] = _in_order(tensor, key)
+        elif module == "kv_b_proj":
+            found |= _by_heads(prefix, tensor, geometry.num_heads, latent)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _in_order(tensor: StoredTensor, order: NDArray[np.int64]) -> StoredTensor:
+    """The rows in this order; a tensor of another size is refused later."""
+    fits = tensor.shape[:1] == (len(order),)
+    return reordered(tensor, order) if fits else tensor
+
+
+def _by_heads(prefix: str, tensor: StoredTensor, heads: int, latent: Latent) -> Tensors:
+    """The weights of each head from ``kv_b_proj``."""
+    rows = latent.plain + latent.value
+    if tensor.shape != (heads * rows, latent.rank):
+        return {f"{prefix}kv_b_proj.weight": tensor}  # the heads' weights are reported missing
+    found: Tensors = {}
+    for head in range(heads):
+        middle = head * rows + latent.plain
+        inward = rows_of(tensor, head * rows, middle)
+        shape = (latent.rank, latent.plain)
+        found[f"{prefix}heads.{head}.k_b_proj.weight"] = ChangedTensor(inward, np.transpose, shape)
+        outward = rows_of(tensor, middle, middle + latent.value)
+        found[f"{prefix}heads.{head}.v_b_proj.weight"] = outward
+    return found
+
+
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    return latent_tensors(scored_tensors(tensors, geometry), geometry)
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    positions=4096,
+    kv_heads=128,
+    head_name=HEAD,
+    head_dim=64,
+    inner=18432,
+    own=_own_v3,
+    tensors=_tensors,
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    positions=2048,
+    kv_heads=None,
+    inner=11008,
+    own=_own_v2,
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    positions=202752,
+    kv_heads=20,
+    kv_heads_null=False,
+    eps=1e-5,
+    inner=10240,
+    own=_own_glm,
+)
+YOUTU = replace(
+    DEEPSEEK_V3,
+    model_type="youtu",
+    architecture="YoutuForCausalLM",
+    positions=131072,
+    kv_heads=16,
+    tied=True,
+    inner=6144,
+    own=partial(_own, default=LATENT),
+    tensors=latent_tensors,
+)
+MINICPM3 = Family(
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
+    positions=32768,
+    kv_heads=40,
+    head_name=HEAD,
+    head_dim=32,
+    eps=1e-5,
+    tied=True,
+    inner=6400,
+    own=_own_minicpm3,
+    tensors=partial(latent_tensors, interleaved=False),
+)
