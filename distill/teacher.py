@@ -204,7 +204,7 @@ class Teacher(nn.Module):
 
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
-        logits = wide_logits(x, self.decoder.lm_head.weight)
+        logits = wide_logits(x, self.decoder.lm_head.weight) + self.decoder.added_to_logits
         return top_tokens(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 

@@ -26,6 +26,7 @@ from eesd.common.architecture import (
     DELTA_EPS,
     DELTA_NORM,
     DELTA_TAPS,
+    LOGIT_BIAS,
     SINKS,
     TAPS,
     XIELU,
@@ -244,6 +245,10 @@ class OnnxOperations:
     def multiply(self, x: str, y: str, name: str) -> str:
         return self.node("Mul", [x, y])
 
+    def limit(self, x: str, most: float, name: str) -> str:
+        bounds = [self.constant(bound, self.dtype) for bound in (-most, most)]
+        return self.node("Clip", [x, *bounds])
+
     def norm(self, x: str, norm: Norm) -> str:
         if norm.groups > 1:
             apart = self._reshape(x, [0, 0, norm.groups, -1])
@@ -377,11 +382,15 @@ class OnnxOperations:
             logits = self._cast(self._linear(x, [mixture.router]), self.dtype, "float32")
         if experts.scores == "sigmoid":
             shares = self.node("Sigmoid", [logits])
-        else:
+        elif experts.scores == "softmax":
             shares = self.node("Softmax", [logits], axis=-1)
+        else:
+            shares = logits
         ranks = self._ranks(shares, experts, mixture)
         best, indices = self._largest(ranks, experts.used)
-        if ranks != shares:
+        if experts.scores == "sparsemixer":
+            best = self._near_shares(logits, best, indices, experts)
+        elif ranks != shares:
             best = self.node("GatherElements", [shares, indices], axis=-1)
         if experts.normed:
             total = self.node("ReduceSum", [best, self.constant([-1])], keepdims=1)
@@ -397,6 +406,24 @@ class OnnxOperations:
         none = self.node("Expand", [self.constant(0.0, "float32"), shape])
         found = self.node("ScatterElements", [none, indices, best], axis=-1)
         return self._cast(found, "float32", self.dtype)
+
+    def _near_shares(self, logits: str, best: str, indices: str, experts: Experts) -> str:
+        """The shares [B, n, k] of sparsemixer. A chosen logit is the largest of those that are
+        left, so its share is the largest, too."""
+        left = logits
+        shares = list[str]()
+        ones = [1] * experts.used
+        none = self.constant(-1e30, "float32")
+        parts = (self._split(one, ones, -1) for one in (best, indices))
+        for most, index in zip(*parts, strict=True):
+            size = self.node("Max", [self.node("Abs", [logits]), most])
+            distance = self.node("Div", [self.node("Sub", [most, logits]), size])
+            far = self.node("Greater", [distance, self.constant(experts.margin, "float32")])
+            gates = self.node("Softmax", [self.node("Where", [far, none, left])], axis=-1)
+            shares.append(self.node("ReduceMax", [gates, self.constant([-1])], keepdims=1))
+            hidden = self.node("Expand", [none, self.node("Shape", [index])])
+            left = self.node("ScatterElements", [left, index, hidden], axis=-1)
+        return self.concat(shares, "")
 
     def _largest(self, x: str, count: int) -> list[str]:
         """The largest values of each row, and their columns."""
@@ -957,7 +984,10 @@ class OnnxOperations:
         return self.node("Gather", [x, "logit_rows"], axis=1)
 
     def logits(self, x: str, head: Linear, norm: Norm | None, cap: float) -> str:
-        logits = self._cast(self.product(x, [head], "logits", norm), self.dtype, "float32")
+        product = self.product(x, [head._replace(bias=False)], "logits", norm)
+        if head.bias:
+            product = self.node("Add", [product, self.weight(LOGIT_BIAS, head.outputs)])
+        logits = self._cast(product, self.dtype, "float32")
         if not cap:
             return logits
         most = self.constant(cap, "float32")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from eesd.common.architecture import LM_HEAD
+from eesd.common.architecture import LM_HEAD, LOGIT_BIAS
 from eesd.common.geometry import Eagle, ExitConfig, Geometry
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.quantization import UNQUANTIZED
@@ -161,7 +161,7 @@ def _smaller(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prep
     small = copy(checkpoint)
     small.geometry = geometry
     small.config = replace(checkpoint.config, geometry=geometry)
-    tables = EMBEDDINGS, lm_head_name(geometry)
+    tables = EMBEDDINGS, lm_head_name(geometry), f"{LOGIT_BIAS}.weight"
     small.tensors = _with_rows(checkpoint.tensors, tables, geometry.vocab_size)
     sources = _with_rows(head.sources, (f"{LM_HEAD}.weight",), geometry.vocab_size)
     needed = model_shapes(geometry)

@@ -206,9 +206,9 @@ def _family(fields: Fields) -> Family:
         named = family.architecture
     known = [one for one in FAMILIES.values() if named in (one.architecture, one.published)]
     if not known:
-        supported = ", ".join(dict.fromkeys(one.architecture for one in FAMILIES.values()))
         raise EESDError(
-            f"The architecture {named[:80]} is not supported; supported are {supported}."
+            f"The architecture {named[:80]} is not supported; supported model types are "
+            f"{', '.join(FAMILIES)}."
         )
     if model_type is not None and family not in known:
         raise ValueError(

@@ -16,6 +16,7 @@ from eesd.common.architecture import (
     CHOICE_BIAS,
     EMBEDDING,
     INPUTS,
+    LOGIT_BIAS,
     Model,
     Norm,
     attend_in_head,
@@ -103,6 +104,7 @@ class Decoder(nn.Module):
 
     model: Any
     lm_head: nn.Linear
+    logit_bias: nn.Module
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -111,6 +113,13 @@ class Decoder(nn.Module):
         add_modules(self, needs.weights, geometry.wide_norms)
         if geometry.tied_embeddings:
             self.lm_head.weight = self.get_parameter(f"{EMBEDDING}.weight")
+
+    @property
+    def added_to_logits(self) -> Tensor | float:
+        """The biases of the logits, or 0."""
+        if not self.geometry.logit_bias:
+            return 0.0
+        return self.get_parameter(f"{LOGIT_BIAS}.weight").float()
 
     def operations(
         self, inputs: Inputs | None = None, caches: Sequence[KV] = ()

@@ -47,6 +47,8 @@ class Graph(nn.Module):
         super().__init__()
         self.model = decoder.model
         self.lm_head = decoder.lm_head
+        if decoder.geometry.logit_bias:
+            self.logit_bias = decoder.logit_bias
         self.exit_head = head
         self.described = Model(decoder.geometry, head.exit_config)
         self.operations = TorchOperations

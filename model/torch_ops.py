@@ -32,6 +32,7 @@ from eesd.common.architecture import (
     DELTA_EPS,
     DELTA_NORM,
     DELTA_TAPS,
+    LOGIT_BIAS,
     SINKS,
     TAPS,
     XIELU,
@@ -269,6 +270,9 @@ class TorchOperations:
     def multiply(self, x: Tensor, y: Tensor, name: str) -> Tensor:
         return x * y
 
+    def limit(self, x: Tensor, most: float, name: str) -> Tensor:
+        return x.clamp(-most, most)
+
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.bare:
             wide = x.float().reshape(*x.shape[:-1], -1, norm.bare)
@@ -351,7 +355,10 @@ class TorchOperations:
             logits = self.linear(x, [mixture.router]).float()
         scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
         indices = self._ranks(scores, experts, mixture).topk(experts.used, -1).indices
-        chosen = scores.gather(-1, indices)
+        if experts.scores == "sparsemixer":
+            chosen = _near_shares(logits, indices, experts.margin)
+        else:
+            chosen = scores.gather(-1, indices)
         if experts.normed:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + experts.norm_eps)
         if mixture.scales:
@@ -691,7 +698,21 @@ class TorchOperations:
 
     def logits(self, x: Tensor, head: Linear, norm: Norm | None, cap: float) -> Tensor:
         logits = self.product(x, [head], "logits", norm)
+        if head.bias:
+            logits = logits + self.weight(LOGIT_BIAS, head.outputs)
         return capped(logits.float() if cap or self.wide else logits, cap)
+
+
+def _near_shares(logits: Tensor, indices: Tensor, margin: float) -> Tensor:
+    """The shares [..., k] of sparsemixer."""
+    left = logits
+    shares = list[Tensor]()
+    for index in torch.split(indices, 1, -1):
+        most = logits.gather(-1, index)
+        far = (most - logits) / logits.abs().maximum(most) > margin
+        shares.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index))
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(shares, -1)
 
 
 @dataclass

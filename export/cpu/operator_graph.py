@@ -22,6 +22,7 @@ from eesd.common.architecture import (
     DELTA_DECAY,
     DELTA_NORM,
     DELTA_TAPS,
+    LOGIT_BIAS,
     SINKS,
     TAPS,
     XIELU,
@@ -168,6 +169,10 @@ class _Builder:
     def multiply(self, x: str, y: str, name: str) -> str:
         return self._node("Mul", [x, y], name, domain="")
 
+    def limit(self, x: str, most: float, name: str) -> str:
+        bounds = [self._scalar(f"bound {bound}", bound) for bound in (-most, most)]
+        return self._node("Clip", [x, *bounds], name, domain="")
+
     def norm(self, x: str, norm: Norm) -> str:
         if norm.groups > 1:
             apart = self._reshape(x, [0, norm.groups, -1])
@@ -289,6 +294,9 @@ class _Builder:
         norm: Norm | None,
         residual: Sequence[str],
     ) -> str:
+        if norm is not None and norm.centred:  # the operator does not compute such norms
+            x = self.norm(x, norm)
+            norm = None
         experts = block.geometry.experts
         parts = list[Columns]()
         assert experts is not None
@@ -314,6 +322,7 @@ class _Builder:
             group_best=experts.group_best,
             norm_eps=experts.norm_eps,
             scale=experts.scale,
+            margin=experts.margin,
             matrices=self._numbers(parts),
         )
 
@@ -442,13 +451,22 @@ class _Builder:
         return self._node("Gather", [x, "logit_rows"], "last", domain="", axis=0)
 
     def logits(self, x: str, head: Linear, norm: Norm | None, cap: float) -> str:
-        logits = self.product(x, [head], "uncapped" if cap else "logits", norm)
+        name = "uncapped" if cap else "logits"
+        plain = head._replace(bias=False)
+        logits = self.product(x, [plain], f"{name}_without_bias" if head.bias else name, norm)
+        if head.bias:
+            given = [logits, self.weight(LOGIT_BIAS, head.outputs)]
+            logits = self._node("Add", given, name, domain="")
         if not cap:
             return logits
         number = self._number("logit_cap", cap)
         small = self._node("Div", [logits, number], "logits_in_caps", domain="")
         bounded = self._node("Tanh", [small], "logits_in_one", domain="")
         return self._node("Mul", [bounded, number], "logits", domain="")
+
+    def _scalar(self, name: str, value: float) -> str:
+        self._constant(name, np.array(value, np.float32))
+        return name
 
     def _number(self, name: str, value: float) -> str:
         self._constant(name, np.array([value], np.float32))

@@ -32,10 +32,13 @@ from eesd.model.families.ministral import MINISTRAL, MINISTRAL3
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
 from eesd.model.families.nemotron import JAIS2, NEMOTRON
+from eesd.model.families.olmo import OLMO
 from eesd.model.families.olmo2 import OLMO2
 from eesd.model.families.olmo3 import OLMO3
 from eesd.model.families.olmoe import FLEX_OLMO, OLMOE
+from eesd.model.families.phi import PHI
 from eesd.model.families.phi3 import PHI3
+from eesd.model.families.phimoe import PHIMOE
 from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen2_moe import QWEN2_MOE
 from eesd.model.families.qwen3 import QWEN3
@@ -92,6 +95,8 @@ _DENSE = (
     QWEN3_VL,
     YOUTU,
     MINICPM3,
+    PHI,
+    OLMO,
 )
 _MIXED = (
     MIXTRAL,
@@ -116,6 +121,7 @@ _MIXED = (
     FLEX_OLMO,
     HUNYUAN_MOE,
     QWEN3_VL_MOE,
+    PHIMOE,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
 """Families by ``model_type``."""

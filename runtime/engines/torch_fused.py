@@ -592,6 +592,7 @@ def _has_other_parts(geometry: Geometry) -> bool:
         or geometry.attention_scale
         or geometry.attention_cap
         or geometry.sinks
+        or geometry.qkv_limit
         or geometry.layer_kinds
         or geometry.experts
     )

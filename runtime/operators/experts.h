@@ -42,6 +42,23 @@ static void choose(const Routing &job, int64_t row, float *weights, int64_t *fou
   for (int64_t i = 0; i < job.top.k; i++) weights[i] = scores[found[i]];
 }
 
+// The share of a row's logit `most` among the logits near it, without those of the first `chosen` experts.
+static float near_share(const Routing &job, const float *logits, float most, int64_t chosen, const int64_t *found) {
+  float sum = 0;
+  for (int64_t i = 0; i < job.top.columns; i += 16) {
+    const int64_t count = least(16, job.top.columns - i);
+    float lane[16];
+    store(lane, exponential(sub(load_some(logits + i, count), all(most))));
+    for (int64_t j = 0; j < count; j++) {
+      const float x = logits[i + j], absolute = x < 0 ? -x : x;
+      bool counts = !((most - x) / (absolute > most ? absolute : most) > job.margin);
+      for (int64_t before = 0; before < chosen; before++) counts &= found[before] != i + j;
+      if (counts) sum += lane[j];
+    }
+  }
+  return 1 / sum;
+}
+
 // Find the experts of each row, and their weights.
 static void route(const Routing &job, int64_t first_row, int64_t last_row) {
   const bool by_logits = job.by_logits();
@@ -50,7 +67,12 @@ static void route(const Routing &job, int64_t first_row, int64_t last_row) {
   for (int64_t row = first_row; row < last_row; row++) {
     float *weights = job.top.logprobs + row * k;
     if (!by_logits) choose(job, row, weights, job.top.found + row * k);
-    for (int64_t i = 0; by_logits && i < k; i += 16)
+    if (job.scores == SPARSEMIXER) {
+      const int64_t *found = job.top.found + row * k;
+      const float *logits = job.top.logits + row * job.top.columns;
+      for (int64_t i = 0; i < k; i++) weights[i] = near_share(job, logits, logits[found[i]], i, found);
+    }
+    for (int64_t i = 0; job.scores == SOFTMAX && by_logits && i < k; i += 16)
       store_some(weights + i, least(16, k - i), exponential(load_some(weights + i, least(16, k - i))));
     float sum = 0;
     for (int64_t i = 0; i < k; i++) sum += weights[i];

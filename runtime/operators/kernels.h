@@ -213,7 +213,7 @@ struct TopK {
   float *logprobs;  // [rows, k]
 };
 
-enum Scores { SOFTMAX, SIGMOID };
+enum Scores { SOFTMAX, SIGMOID, SPARSEMIXER };
 
 // The experts of each row, and their weights.
 struct Routing {
@@ -223,11 +223,11 @@ struct Routing {
   Scores scores;
   const float *bias;  // [columns]: added to the scores by which experts are chosen, or null
   int64_t groups, used_groups, group_best;
-  float epsilon, scale;
+  float epsilon, scale, margin;
   float *memory;     // [rows, 4 columns], unless experts are chosen by their logits
   int64_t *columns;  // [rows, columns], if there are groups
 
-  [[gnu::always_inline]] bool by_logits() const { return scores == SOFTMAX && !bias && groups == 1; }
+  [[gnu::always_inline]] bool by_logits() const { return scores == SPARSEMIXER || (scores == SOFTMAX && !bias && groups == 1); }
 };
 
 // The weighted sum of the results of a token's experts, in ascending order of the experts.

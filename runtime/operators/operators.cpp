@@ -271,10 +271,10 @@ class Mixture {
       : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), used_(positive(node, "used")),
         normed_(node.integer("normed") != 0), scores_(static_cast<Scores>(node.integer("scores"))), groups_(positive(node, "groups")),
         used_groups_(positive(node, "used_groups")), group_best_(positive(node, "group_best")), norm_epsilon_(node.real("norm_eps")),
-        scale_(node.real("scale")), parts_(read_matrices(node, 8)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
+        scale_(node.real("scale")), margin_(node.real("margin")), parts_(read_matrices(node, 8)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
     check(parts_.size() % 3 == 0 && used_ <= experts_, "an expert has three weights, and a token uses no more experts than there are");
     check(gating_ >= SILU && gating_ <= CLAMPED, "the gating is unknown");
-    check(scores_ == SOFTMAX || scores_ == SIGMOID, "the scores are unknown");
+    check(scores_ >= SOFTMAX && scores_ <= SPARSEMIXER, "the scores are unknown");
     check(experts_ % groups_ == 0 && used_groups_ <= groups_ && group_best_ <= experts_ / groups_ &&
               used_ <= used_groups_ * (experts_ / groups_),
           "groups have equal numbers of experts, and a token uses no more groups and experts than there are");
@@ -304,7 +304,7 @@ class Mixture {
     float *y = call.output<float>(0, {tokens, hidden});
     if (!tokens) return;
     Routing routing = {{logits.floats(), experts_, used_, nullptr, nullptr},
-                       normed_, factors_, scores_, choice_bias_, groups_, used_groups_, group_best_, norm_epsilon_, scale_, nullptr, nullptr};
+                       normed_, factors_, scores_, choice_bias_, groups_, used_groups_, group_best_, norm_epsilon_, scale_, margin_, nullptr, nullptr};
     const int64_t scored = routing.by_logits() ? 0 : tokens * experts_;
     Ready outer(settings_, pairs, hidden, parts_[0].has_levels()), middle(settings_, pairs, inner, parts_[2].has_levels());
     Scratch memory(outer.bytes() + middle.bytes() + 2 * Scratch::bytes_of<float>(pairs * hidden) +
@@ -373,7 +373,7 @@ class Mixture {
   bool normed_;
   Scores scores_;
   int64_t groups_, used_groups_, group_best_;
-  float norm_epsilon_, scale_;
+  float norm_epsilon_, scale_, margin_;
   Weights parts_;
   int64_t experts_;
   const float *norm_, *inner_bias_, *bias_, *factors_, *choice_bias_;

@@ -134,7 +134,7 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
         ({"intermediate_size": 16}, ("mlp.experts.0.gate_proj.weight", "[32, 32]", "[16, 32]")),
         (
             {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]},
-            ("DeepseekV2ForCausalLM", "MixtralForCausalLM"),
+            ("DeepseekV2ForCausalLM", "mixtral"),
         ),
         (
             {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},

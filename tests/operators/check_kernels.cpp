@@ -220,13 +220,14 @@ static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t w
     const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()},
                              normed,
                              normed ? nullptr : logits.get(),
-                             scored && normed ? SIGMOID : SOFTMAX,
+                             scored ? (normed ? SIGMOID : SOFTMAX) : (normed ? SPARSEMIXER : SOFTMAX),
                              scored ? logits.get() : nullptr,
                              grouped ? 2 : 1,
                              1,
                              1,
                              1e-3f,
                              normed ? 2.5f : 1,
+                             0.02f,
                              memory.get(),
                              columns.get()};
     const Combination job = {given.get(), weights.get(), places.get(), used, width, normed ? residual.get() : nullptr, y.get()};

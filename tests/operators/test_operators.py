@@ -250,7 +250,7 @@ def choice_bias(count: int) -> Any:
             True,
             1,
             True,
-            specification.Choice(False, ANY),
+            specification.Choice(0, ANY),
         ),
         (
             ("float32",) * 3,
@@ -263,7 +263,7 @@ def choice_bias(count: int) -> Any:
             True,
             1,
             True,
-            specification.Choice(True, ANY, scale=2.5),
+            specification.Choice(1, ANY, scale=2.5),
         ),
         (
             ("float32",) * 3,
@@ -276,7 +276,7 @@ def choice_bias(count: int) -> Any:
             True,
             1,
             True,
-            specification.Choice(True, ANY, 4, 2, 2, 1e-2, 2.5),
+            specification.Choice(1, ANY, 4, 2, 2, 1e-2, 2.5),
         ),
         (
             ("float32",) * 3,
@@ -289,7 +289,20 @@ def choice_bias(count: int) -> Any:
             True,
             1,
             True,
-            specification.Choice(False, ANY, 6, 3, 1),
+            specification.Choice(0, ANY, 6, 3, 1),
+        ),
+        (
+            ("float32",) * 3,
+            20,
+            13,
+            17,
+            3,
+            False,
+            True,
+            True,
+            1,
+            True,
+            specification.Choice(2, ANY, margin=0.3),
         ),
     ],
 )
@@ -320,7 +333,8 @@ def test_mixtures(
         inner_bias, bias = (random.normal(0, 2, (count, size)).astype(np.float32) for size in sizes)
         mixture = replace(mixture, biases=(inner_bias, bias))
     if choice is not None:
-        mixture = replace(mixture, choice=replace(choice, bias=choice_bias(count)))
+        bias = ANY if choice.scores == 2 else choice_bias(count)
+        mixture = replace(mixture, choice=replace(choice, bias=bias))
     check_mixture(mixture, tmp_path / "model", int8, names)
 
 
@@ -333,12 +347,13 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
         "used": (0, -1, 4, 1 << 40, None),
         "gating": (0, 4),
         "normed": (None,),
-        "scores": (-1, 2, None),
+        "scores": (-1, 3, None),
         "groups": (0, 2, None),
         "used_groups": (0, 2),
         "group_best": (0, 4),
         "norm_eps": (None,),
         "scale": (None,),
+        "margin": (None,),
         "epsilon": (None,),
         "matrices": (None, *(numbers[:-count] for count in (1, 7, 14))),
     }

@@ -686,6 +686,42 @@ def _minicpm3(rng: random.Random, sizes: Options) -> Options:
     }
 
 
+def _phi(rng: random.Random, sizes: Options) -> Options:
+    rope = _layer_norms(rng, "layer_norm_eps")
+    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((1.0, 0.5))
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if size % 4:
+        rope["rope_parameters"]["partial_rotary_factor"] = 1.0
+    return rope | {"hidden_act": rng.choice(("gelu_new", "gelu_pytorch_tanh"))}
+
+
+def _phimoe(rng: random.Random, sizes: Options) -> Options:
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    own = _biases(rng, "attention_bias", "lm_head_bias")
+    rope: Options = {"rope_type": "default", "rope_theta": 500.0}
+    if rng.random() < 0.5:
+        factors = [1.0 + rng.random() for _ in range(size // 2)]
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": [4 * one for one in factors],
+            "short_mscale": 1.2,
+            "long_mscale": 1.3,
+            "original_max_position_embeddings": ORIGINAL,
+        }
+    return own | {
+        "rope_parameters": rope,
+        "num_local_experts": rng.choice((3, 6, 17)),
+        "router_jitter_noise": rng.choice((0.01, 0.3)),
+        "sliding_window": rng.choice((None, 50)),
+    }
+
+
+def _olmo(rng: random.Random, sizes: Options) -> Options:
+    del sizes["rms_norm_eps"]
+    return _rope(rng) | _biases(rng, "attention_bias") | {"clip_qkv": rng.choice((None, 0.5, 3.0))}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -728,6 +764,9 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe_shared,
     "gpt_oss": _gpt_oss,
+    "phi": _phi,
+    "olmo": _olmo,
+    "phimoe": _phimoe,
     "glm4_moe": _glm4_moe,
     "solar_open": _solar_open,
     "dots1": _dots1,

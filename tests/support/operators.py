@@ -363,9 +363,9 @@ class Mixture:
             "used": self.used,
             "normed": int(self.normed),
         }
-        choice = self.choice or specification.Choice(False, NOTHING)
-        own |= {name: one for name, one in vars(choice).items() if name not in ("sigmoid", "bias")}
-        return own | {"scores": int(choice.sigmoid), "matrices": numbers}
+        choice = self.choice or specification.Choice(0, NOTHING)
+        own |= {name: one for name, one in vars(choice).items() if name != "bias"}
+        return own | {"matrices": numbers}
 
     def write(self, path: Path) -> Path:
         return one_node(path, "Mixture", self.inputs(), **self.attributes())
@@ -397,10 +397,12 @@ class Mixture:
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
         shares = np.exp(logits - np.logaddexp.reduce(logits, 1)[:, None])
-        choice = self.choice or specification.Choice(False, NOTHING)
-        if choice.sigmoid:
+        choice = self.choice or specification.Choice(0, NOTHING)
+        used, weights = specification.route(self.logits, self.used, False, self.choice)
+        if choice.scores == 1:
             shares = 1 / (1 + np.exp(-logits))
-        used, _ = specification.route(self.logits, self.used, False, self.choice)
+        elif choice.scores == 2:
+            np.put_along_axis(shares, used, weights.astype(np.float64), 1)
         unused = np.ones_like(shares)
         np.put_along_axis(unused, used, 0, 1)
         shares[unused > 0] = 0

@@ -245,26 +245,30 @@ class Choice:
     """How experts are chosen, if not by their logits.
 
     Attributes:
-        sigmoid: Whether scores are sigmoids instead of a softmax.
+        scores: 0 for a softmax, 1 for sigmoids, 2 for sparsemixer.
         bias: Biases of the choice [E].
         groups: Number of groups of experts.
         used_groups: Number of groups that a token uses.
         group_best: Number of ranks in a group's sum.
         norm_eps: Added to the sum of the weights.
         scale: Factor of the weights.
+        margin: Largest distance of a logit that counts for sparsemixer.
     """
 
-    sigmoid: bool
+    scores: int
     bias: Floats
     groups: int = 1
     used_groups: int = 1
     group_best: int = 1
     norm_eps: float = 0.0
     scale: float = 1.0
+    margin: float = 0.02
 
     def weights(self, logits: Floats, used: int) -> tuple[NDArray[np.int64], Floats]:
         """The experts of each row [T, E], in descending order of their ranks, and their scores."""
-        if self.sigmoid:
+        if self.scores == 2:
+            return self._near_shares(logits, used)
+        if self.scores == 1:
             scores = np.float32(1) / (np.float32(1) + exponential(np.float32(0) - logits))
         else:
             logprob = top_k(logits, 1)[1]
@@ -277,6 +281,19 @@ class Choice:
         np.put_along_axis(ranks, left_out[:, :, None], -np.inf, 1)
         found = np.argsort(-ranks.reshape(logits.shape), 1, "stable")[:, :used]
         return found, np.take_along_axis(scores, found, 1)
+
+    def _near_shares(self, logits: Floats, used: int) -> tuple[NDArray[np.int64], Floats]:
+        found, _ = top_k(logits, used)
+        left = np.ones(logits.shape, bool)
+        weights = np.zeros(found.shape, np.float32)
+        for place in range(used):
+            most = np.take_along_axis(logits, found[:, place : place + 1], 1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                far = (most - logits) / np.maximum(np.abs(logits), most) > np.float32(self.margin)
+            terms = np.where(left & ~far, exponential(logits - most), np.float32(0))
+            weights[:, place] = np.float32(1) / np.cumsum(terms, 1, dtype=np.float32)[:, -1]
+            np.put_along_axis(left, found[:, place : place + 1], False, 1)
+        return found, weights
 
 
 def route(

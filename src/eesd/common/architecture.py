@@ -81,6 +81,8 @@ FINAL_NORM = "model.norm"
 LM_HEAD = "lm_head"
 """Names of the modules before and after the base layers. A weight's name is its module's name
 followed by ``.weight``."""
+LOGIT_BIAS = "logit_bias"
+"""Name of the biases of the logits. The weight is [V]."""
 INPUTS = "model.embed_inputs"
 INPUT_PROJECTION = "model.input_proj"
 INPUT_NORM = "model.input_norm"
@@ -271,6 +273,10 @@ class Operations(Protocol[X]):
         other."""
         ...
 
+    def limit(self, x: X, most: float, name: str) -> X:
+        """x, limited to -most .. most."""
+        ...
+
     def norm(self, x: X, norm: Norm) -> X:
         """RMSNorm or LayerNorm."""
         ...
@@ -386,7 +392,8 @@ class Operations(Protocol[X]):
         ...
 
     def logits(self, x: X, head: Linear, norm: Norm | None, cap: float) -> X:
-        """The logits in float32, limited to -cap .. cap unless ``cap`` is 0."""
+        """The logits in float32, limited to -cap .. cap unless ``cap`` is 0. If ``head`` has a
+        bias, it is the weight of :data:`LOGIT_BIAS`."""
         ...
 
 
@@ -474,7 +481,7 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
         o.write_state(deep_state(o, model, states), "deep_state")
     if layers.stop < geometry.num_layers:
         return state
-    columns = Linear(LM_HEAD, geometry.vocab_size)
+    columns = Linear(LM_HEAD, geometry.vocab_size, geometry.logit_bias)
     return o.logits(o.last(state), columns, model.final_norm, geometry.logit_cap)
 
 
@@ -544,6 +551,8 @@ def exit_head(o: Operations[X], model: Model, x: X) -> X:
     columns = Linear(LM_HEAD, draft_columns(geometry, head))
     if head.own_lm_head:
         columns = columns._replace(name=f"{EXIT_HEAD}{LM_HEAD}")
+    elif not head.blocks:
+        columns = columns._replace(bias=geometry.logit_bias)
     if head.eagle:
         return o.logits(_eagle_features(o, model, head.eagle, x), columns, None, 0.0)
     more: list[X] = []
@@ -724,6 +733,8 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
     has_norm = geometry.norm_before and of.eagle is None
     norm = of.norm("input_layernorm") if has_norm else None
     qkv = o.product(x, layers, f"{prefix}qkv", norm)
+    if geometry.qkv_limit:
+        qkv = o.limit(qkv, geometry.qkv_limit, f"{prefix}qkv_limited")
     if geometry.value_norm and of.writes:
         qkv = _with_normed_values(o, of, qkv, [layer.outputs for layer in layers])
     if geometry.qk_norm_joint:

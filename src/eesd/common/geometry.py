@@ -60,8 +60,10 @@ GATES = ("silu", "gelu_tanh", "clamped")
 PLAIN = ("relu2", "xielu", "gelu_tanh")
 """Activations of an MLP without a gate. xielu (arXiv 2411.13010) has two parameters in each
 block."""
-SCORES = ("softmax", "sigmoid")
-"""Functions that give the scores of experts from the router's logits."""
+SCORES = ("softmax", "sigmoid", "sparsemixer")
+"""Functions that give the scores of experts from the router's logits. ``sparsemixer`` (arXiv
+2409.12136) gives the share of an expert's logit among the logits near it, without those of the
+experts chosen before."""
 MOST_LAYERS = 4096
 WIDEST = 512
 WIDEST_LATENT = 576
@@ -96,6 +98,8 @@ class Experts:
         group_best: Number of scores in these sums.
         norm_eps: Added to the sum by which weights are divided.
         scale: Factor of the weights.
+        margin: Largest distance of a logit that counts for sparsemixer, relative to the larger of
+            its absolute value and the chosen logit.
 
     Raises:
         ValueError: A value is out of range.
@@ -117,6 +121,7 @@ class Experts:
     group_best: int = 1
     norm_eps: float = 0.0
     scale: float = 1.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         _check_size("the number of experts", self.count, MOST_LAYERS)
@@ -134,7 +139,9 @@ class Experts:
         _check_size("the number of groups that a token uses", self.used_groups, self.groups)
         _check_size("the number of scores that rank a group", self.group_best, size)
         _check_size("the number of experts that a token uses", self.used, self.used_groups * size)
-        if not (0 <= self.norm_eps <= 1 and 1e-6 <= self.scale <= 1e6):
+        if self.scores == "sparsemixer" and (self.choice_bias or self.groups > 1):
+            raise ValueError("sparsemixer has neither biases nor groups")
+        if not (0 <= self.norm_eps <= 1 and 1e-6 <= self.scale <= 1e6 and 0 <= self.margin <= 1):
             raise ValueError("the factor of the experts' weights is out of range")
 
     def on_rank(self, ranks: int) -> "Experts":
@@ -292,6 +299,9 @@ class Geometry:
         input_size: Columns of the input that each layer gets from the token; 0: there is none.
         input_layers: Number of layers in the table of these inputs.
         layer_scale: Whether a factor multiplies the output of each layer.
+        qkv_limit: Limit of the absolute values of queries, keys and values; 0 for no limit.
+        logit_bias: Whether the logits have biases. A trained exit head learns to predict the logits
+            without biases of its own.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -346,6 +356,8 @@ class Geometry:
     input_size: int = 0
     input_layers: int = 0
     layer_scale: bool = False
+    qkv_limit: float = 0.0
+    logit_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -385,7 +397,10 @@ class Geometry:
         """Faults of the options that Llama does not use."""
         kinds = {*self.layer_kinds}
         activations = GATES if self.gated else PLAIN
-        scales = ("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta")
+        scales = (
+            *("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta"),
+            "qkv_limit",
+        )
         return {
             f"activation is {self.activation[:40]!r}, and must be one of "
             f"{', '.join(activations)}": self.activation not in activations,

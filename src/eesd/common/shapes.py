@@ -8,6 +8,7 @@ from eesd.common.architecture import (
     DELTA_DECAY,
     DELTA_NORM,
     DELTA_TAPS,
+    LOGIT_BIAS,
     SINKS,
     TAPS,
     XIELU,
@@ -57,6 +58,9 @@ class Shapes:
         return size
 
     def multiply(self, x: int, y: int, name: str) -> int:
+        return x
+
+    def limit(self, x: int, most: float, name: str) -> int:
         return x
 
     def norm(self, x: int, norm: Norm) -> int:
@@ -177,7 +181,9 @@ class Shapes:
         return x
 
     def logits(self, x: int, head: Linear, norm: Norm | None, cap: float) -> int:
-        return self.product(x, [head], "logits", norm)
+        if head.bias:
+            self.weight(LOGIT_BIAS, head.outputs)
+        return self.product(x, [head._replace(bias=False)], "logits", norm)
 
 
 def block_weights(of: Block) -> dict[str, Shape]:
