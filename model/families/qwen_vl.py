@@ -5,18 +5,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.arrays import Array
-from eesd.model.experts import apart, take_experts
+from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
 from eesd.model.families.qwen2 import QWEN2, take_switched_window
 from eesd.model.families.qwen3 import QWEN3
 from eesd.model.families.qwen3_5 import rope_of_text
 from eesd.model.families.qwen3_moe import dense_layers
 from eesd.model.family import (
     ChangedTensor,
+    Gguf,
     Own,
     Sizes,
     Tensors,
@@ -47,6 +49,17 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     experts = Experts(count, used, size, normed=True, dense_layers=dense)
     own: Mapping[str, Experts | None] = {"experts": experts if len(dense) < sizes.layers else None}
     return Own({**_own_of_3(fields, sizes).parts, **own})
+
+
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    """No fields: the sections of the rotary embedding and the number of layers that read image
+    features have no effect on a text."""
+    own.taken |= {"rope.dimension_sections", "n_deepstack_layers"}
+    return {}
+
+
+def _of_gguf_mixed(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _of_gguf(own, raw) | gguf_counts(own, expert_feed_forward_length="moe_intermediate_size")
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
@@ -97,9 +110,11 @@ QWEN2_VL = replace(
     rope_names={"mrope": "default"},
     rope_fields=rope_of_text,
     own=_own_of_2,
-    gguf=None,
+    gguf=Gguf("qwen2vl", fields=_of_gguf),
 )
-QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl_text", architecture="Qwen2_5_VLTextModel")
+QWEN2_5_VL = replace(
+    QWEN2_VL, gguf=None, model_type="qwen2_5_vl_text", architecture="Qwen2_5_VLTextModel"
+)
 QWEN3_VL = replace(
     QWEN3,
     model_type="qwen3_vl_text",
@@ -109,7 +124,7 @@ QWEN3_VL = replace(
     ropes=ROPES,
     rope_fields=rope_of_text,
     own=_own_of_3,
-    gguf=None,
+    gguf=Gguf("qwen3vl", biases={"attention_bias": "attn_q"}, fields=_of_gguf),
 )
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
@@ -119,4 +134,5 @@ QWEN3_VL_MOE = replace(
     head_dim=None,
     own=_own_mixed,
     tensors=_tensors,
+    gguf=Gguf("qwen3vlmoe", GGUF_NAMES, fields=_of_gguf_mixed, tensors=apart),
 )

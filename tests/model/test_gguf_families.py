@@ -101,7 +101,27 @@ XIELU = {
     "beta": [0.5, 0.5, 0.5],
     "eps": [-1e-6, -1e-6, -1e-6],
 }
+SECTIONS = [8, 12, 12, 0]
+
+
+def qwen3vl(name: str, **more: Any) -> Spec:
+    """A file with the metadata of images, which have no effect on a text."""
+    norm = floats(HIDDEN // HEADS) + 1
+    tensors = of_blocks(attn_q_norm__weight=norm, attn_k_norm__weight=norm)
+    own = {"rope.dimension_sections": SECTIONS, "n_deepstack_layers": 3} | more
+    metadata = {f"{name}.{key}": value for key, value in own.items()}
+    return Spec(name, experts="together" if more else "", metadata=metadata, tensors=tensors)
+
+
 SPECS = {
+    "qwen2vl": Spec(
+        "qwen2vl",
+        biases=True,
+        metadata={"qwen2vl.rope.dimension_sections": SECTIONS},
+        tensors=of_blocks(attn_output__bias=None),
+    ),
+    "qwen3vl": qwen3vl("qwen3vl"),
+    "qwen3vlmoe": qwen3vl("qwen3vlmoe", expert_feed_forward_length=INNER),
     "command-r": cohere("command-r"),
     "cohere2": cohere("cohere2", **{"attention.sliding_window": 4}),
     "qwen2moe": qwen2moe((HIDDEN,)),
@@ -127,6 +147,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": SHARED,
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
+    },
+    "qwen2vl": {"model_type": "qwen2", "rms_norm_eps": 1e-3},
+    "qwen3vl": {"model_type": "qwen3", "rms_norm_eps": 1e-3, "head_dim": HIDDEN // HEADS},
+    "qwen3vlmoe": {
+        "model_type": "qwen3_moe",
+        "rms_norm_eps": 1e-3,
+        "head_dim": HIDDEN // HEADS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": INNER,
+        "norm_topk_prob": True,
     },
     "apertus": {"model_type": "apertus", "rms_norm_eps": 1e-3, "hidden_act": "xielu"},
 }
