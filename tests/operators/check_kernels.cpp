@@ -124,39 +124,41 @@ static void check_product(Format format, bool fine, Scales scale, bool minimums,
   }
 }
 
-// A chain behind a context, then a tree in other slots with the same paths.
+// A chain behind a context, then a tree in other slots with the same paths. With a rank, attention is latent.
 static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count,
-                            Cells cells, float cap = 0, int64_t window = 0) {
+                            Cells cells, float cap = 0, int64_t window = 0, int64_t rank = 0) {
   if (left_out()) return;
   const int64_t width = (head_dim + 15) / 16 * 16, slots = (context + 3 * count + 16) / 16 * 16, all = context + count;
-  Exact<float> qkv(all * (heads + 2 * kv_heads) * head_dim), cos(slots * head_dim / 2), sin(slots * head_dim / 2), norm(head_dim);
-  Exact<float> expected(count * heads * head_dim);
+  const int64_t columns = (heads + (rank ? 1 : 2) * kv_heads) * head_dim, values = rank ? rank : head_dim;
+  const int64_t half = (head_dim - rank) / 2, part = rank ? (width / 2 + 15) / 16 * 16 : width;
+  Exact<float> qkv(all * columns), cos(slots * half), sin(slots * half), norm(head_dim), expected(count * heads * values);
   fill(qkv), fill(cos), fill(sin), fill(norm);
   for (const Kernels *kernels : every) {
     if (!kernels->supported()) continue;
     for (int split = 0; split < 2; split++) {
-      Exact<char> cache(2 * kv_heads * slots * (cells == LEVELS ? width + 4 : width * (cells == HALVES ? 2 : 4)) + 64);
+      Exact<char> cache(2 * kv_heads * slots * (cells == LEVELS ? part + 4 : part * (cells == HALVES ? 2 : 4)) + 64);
       void *aligned = (void *)(((uintptr_t)cache.get() + 63) / 64 * 64);
       std::vector<Token> tokens;
       for (int64_t t = 0; t < all; t++) tokens.push_back({aligned, t, t, t + 1, nullptr, 0});
       Attention job = {};
       job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
-      job.cache_heads = kv_heads, job.cache_width = width, job.writes = true;
+      job.cache_heads = kv_heads, job.cache_width = part, job.writes = true;
+      job.rank = rank, job.columns = columns, job.value_dim = values, job.value_width = (values + 15) / 16 * 16;
       job.cells = cells;
       job.cap = cap, job.window = window;
       job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
-      job.q_norm = job.k_norm = norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
+      job.q_norm = job.k_norm = rank ? nullptr : norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
       const int64_t chunks = (all + CHUNK - 1) / CHUNK;
       job.chunks = split ? chunks : 1;
-      Exact<float> q(all * heads * width), partial(all * heads * job.chunks * (2 + width)), y(all * heads * head_dim);
+      Exact<float> q(all * heads * width), partial(all * heads * job.chunks * (2 + width)), y(all * heads * values);
       job.q = q.get(), job.partial = partial.get(), job.y = y.get();
       kernels->write(job, 0, all);
       for (int64_t first = 0; first < all; first += 16)
         for (int64_t kv = 0; kv < kv_heads; kv++)
           kernels->attend(job, first, first + 16 < all ? first + 16 : all, kv, 0, chunks);
       kernels->finish(job, 0, all);
-      Exact<float> chain(count * heads * head_dim), tree(count * heads * head_dim);
-      memcpy(chain.get(), y.get() + context * heads * head_dim, chain.size * 4);
+      Exact<float> chain(count * heads * values), tree(count * heads * values);
+      memcpy(chain.get(), y.get() + context * heads * values, chain.size * 4);
       std::vector<std::vector<int32_t>> paths;  // the same chain in every second slot from the last one down
       for (int64_t t = 0; t < count; t++) {
         paths.emplace_back();
@@ -164,7 +166,7 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       }
       for (int64_t t = 0; t < count; t++)
         tokens[(size_t)t] = {aligned, context + t, slots - 1 - 2 * t, context, paths[(size_t)t].data(), t + 1};
-      job.qkv = qkv.get() + context * (heads + 2 * kv_heads) * head_dim, job.y = tree.get();
+      job.qkv = qkv.get() + context * columns, job.y = tree.get();
       kernels->write(job, 0, count);
       for (int64_t kv = 0; kv < kv_heads; kv++) kernels->attend(job, 0, count, kv, 0, chunks);
       kernels->finish(job, 0, count);
@@ -301,6 +303,7 @@ int main(int count, char **arguments) {
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
       for (int64_t count : {1, 5, 18})
         check_attention(shape[0], shape[1], shape[2], context, count, (Cells)((context + count) % 3));
+  for (int64_t context : {5, 127, 200}) check_attention(3, 1, 26, context, 5, context % 2 ? HALVES : FLOATS, 0, 0, 20);
   for (int64_t context : {5, 127, 200}) check_attention(4, 2, 64, context, 5, context % 2 ? LEVELS : FLOATS, 2.f, 100);
   for (int64_t columns : {1, 15, 64, 65, 200, 1000})
     for (int64_t k : {1, 4, 8, 70})
