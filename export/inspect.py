@@ -382,13 +382,14 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
     slot = slot_bytes(manifest, manifest.num_caches)
     geometry = manifest.geometry
     exit_head = manifest.exit_head
+    cached = f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}"
+    if geometry.latent:
+        cached = f"latent rows of {geometry.latent.width}"
     rows = {
         "model": f"{manifest.model} ({geometry.architecture})",
         "geometry": (
             f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, "
-            f"{geometry.num_heads} heads and "
-            f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary "
-            f"{geometry.vocab_size}"
+            f"{geometry.num_heads} heads and {cached}, vocabulary {geometry.vocab_size}"
         ),
         "exit head": _head(manifest),
         "draft vocabulary": _draft_vocab(manifest),
