@@ -3,6 +3,7 @@
 constexpr int64_t ROW_BYTES = 1 << 17;    // bytes of activations that stay in the cache while panels are read
 constexpr int ONE_STREAM = 5;              // up to this number of rows, a thread reads 16-bit weights of one panel at a time
 constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same number for levels
+constexpr int64_t NEAR_BYTES = 1 << 14;    // with more activations than the first cache keeps beside weights, two panels share each read
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -113,7 +114,9 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
-  if (EESD_PANELS == 2 && M > ONE_STREAM_OF_LEVELS && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
+  const bool two = M > ONE_STREAM_OF_LEVELS || (M > 1 && M * inputs > NEAR_BYTES);
+  if (EESD_PANELS == 2 && two && count == 2 && w[0]->same_kind(*w[1]))
+    return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
   multiply_panels<1, M>(*w[0], at, a, row, out);
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
