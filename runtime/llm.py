@@ -1,5 +1,5 @@
-"""The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions that the
-caller drives."""
+"""The Python API. Load a model with ``eesd.load(engine_dir)`` and generate text. The model offers
+``generate``, ``stream``, and sessions that the caller drives round by round."""
 
 import logging
 import os
@@ -57,10 +57,11 @@ class Piece:
     """One token of a stream.
 
     Attributes:
-        text: The text that became certain with this token; may be empty.
-        token: Its id. None in a last piece with text that was held back because it could have begun
-            a stop string.
-        from_draft: Whether a drafter proposed it. If not, it is the verifier's bonus token.
+        text: The text that became certain with this token. It may be empty.
+        token: The token's id. It is None in a last piece that only returns text that was
+            held back because it could have begun a stop string.
+        from_draft: Whether a drafter proposed the token. If not, the token is the verifier's bonus
+            token.
         logprob: Log-probability, if requested.
     """
 
@@ -80,7 +81,8 @@ class Completion:
         stats: Counts and seconds.
         logprobs: Log-probabilities of the tokens, if requested.
         prompt_logprobs: Log-probabilities of the prompt's tokens, if requested.
-        cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
+        cached_tokens: Number of prompt tokens whose keys and values were kept from earlier
+            requests.
     """
 
     text: str
@@ -93,8 +95,8 @@ class Completion:
 
 
 class Options(TypedDict, total=False):
-    """Options of a request besides prompt and sampling, explained in
-    :class:`~eesd.runtime.request.Request`. ``stop`` may be a single string."""
+    """Options of a request in addition to the prompt and the sampling options.
+    :class:`~eesd.runtime.request.Request` explains them. ``stop`` may be a single string."""
 
     max_new_tokens: int
     stop: str | Sequence[str]
@@ -108,7 +110,8 @@ class Options(TypedDict, total=False):
 
 
 def completion_of(updates: Sequence[Update], request: Request) -> Completion:
-    """The completion of a request, from all its updates. The last update has the finish reason."""
+    """Put the completion of a request together from all its updates. The last update has the finish
+    reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
     of_prompt = [update.prompt_logprobs for update in updates]
@@ -146,14 +149,14 @@ def load(
     Args:
         engine_dir: The directory.
         backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
-        speculation: How to draft. None decodes plainly, without a draft engine. The drafter
-            ``text`` does not load a draft engine, either.
-        threads: CPU threads of an engine; default: the processors of this process, one fewer if
-            there are more than four.
+        speculation: How to draft. If it is None, the model decodes plainly and no
+            draft engine is loaded. The drafter ``text`` does not need a draft engine, either.
+        threads: Number of CPU threads of an engine. By default it is the number of processors that
+            this process may use, minus one if there are more than four.
         generation_config: ``auto`` uses the sampling options of the model's
             ``generation_config.json`` for requests without sampling options; ``none`` ignores the
             file.
-        exact: Whether drafting must not change any bit of a logit, also in trees and on a GPU; see
+        exact: If True, drafting does not change any bit of a logit, even in trees and on a GPU; see
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
             little. If False, requests of a batch on a GPU may change the last bits of each other's
             logits.
@@ -161,8 +164,9 @@ def load(
             quantized weights on the CPU. Default: int8.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU.
             Default: float32.
-        prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
-            nothing. A ``Service`` has a separate limit.
+        prefix_memory: Maximum number of bytes of keys and values that are kept for later requests
+            with the same beginning. If it is 0, nothing is kept. A ``Service`` has a separate
+            limit.
         plain_content: Whether chat text that spells a special token is tokenized as plain text, so
             that it can neither end nor begin a turn. Templates for which this is impossible are
             refused.
@@ -193,8 +197,8 @@ def load(
 
 
 def models_sampling(manifest: Manifest) -> Sampling:
-    """The sampling options of the model's ``generation_config.json``; greedy without this file.
-    Options that are not applied are logged as a warning.
+    """Read the sampling options from the model's ``generation_config.json``. Without this file,
+    decoding is greedy. Options that are not applied are logged as a warning.
 
     Raises:
         EESDError: A value cannot be used.
@@ -210,21 +214,23 @@ def models_sampling(manifest: Manifest) -> Sampling:
 
 
 class LLM:
-    """A model ready to generate. Any thread may use it: calls wait for each other's rounds.
+    """A model ready to generate. Any thread may use it. Calls from several threads take turns,
+    round by round.
 
     The controller and the guard live as long as the LLM, so requests benefit from earlier requests.
 
     Attributes:
         manifest: The engine directory's manifest.
-        default_sampling: Sampling options of requests that have none.
+        default_sampling: The sampling options of requests that do not set any.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
         speculation: The drafting options; None decodes plainly.
         drafting: The drafters that all requests use, except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
-        observer: Called with each round's tokens and logits; see
+        observer: A function that is called with each round's tokens and logits; see
             :data:`~eesd.runtime.decoding.round.Observer`. Set by the user.
-        lock: Held while the engines run, and while state shared by requests changes.
+        lock: The lock that is held while the engines run, and while state that requests share
+            changes.
     """
 
     def __init__(
@@ -241,7 +247,7 @@ class LLM:
         self.manifest = manifest
         self.engines = engines
         self.default_sampling = default_sampling
-        # These are read now because the directory may later be exported again with another
+        # These files are read now because the directory may later be exported again with another
         # tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         has_tokenizer = (directory / "tokenizer.json").exists()
@@ -338,7 +344,7 @@ class LLM:
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Iterator[Session]:
-        """A :class:`Session` that the caller drives round by round.
+        """Open a :class:`Session` that the caller drives round by round.
 
         After the ``with`` block, its cache returns to the LLM, and the session can no longer be
         used.
@@ -375,7 +381,8 @@ class LLM:
             self._settle()
 
     def _settle(self) -> None:
-        """Keep the prefixes of ended requests, and free the caches of these requests for others."""
+        """Keep the prefixes of ended requests, and free their caches so that other requests can use
+        them."""
         while self._ended:
             session, prefixes = self._ended.popleft()
             session.keep_prefix(prefixes)
@@ -384,7 +391,7 @@ class LLM:
     def begin(
         self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None
     ) -> Session:
-        """Begin a request over an empty cache. Raises :class:`EESDError` if it can never run."""
+        """Begin a request with an empty cache. Raises :class:`EESDError` if it can never run."""
         drafting = self._drafting(generation.request)
         codec = self.codec if generation.request.stop else self._codec
         return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
@@ -410,13 +417,14 @@ class LLM:
         """Generate until EOS, a stop string, ``max_new_tokens``, the deadline, or the end of the
         cache.
 
-        The tokens are the same with and without drafting: exactly if greedy or ``coupled``, and in
-        distribution with ``rejection``.
+        Drafting does not change the result. With greedy decoding and with ``coupled`` sampling, the
+        tokens are the same with and without drafting. With ``rejection`` sampling, their
+        distribution is the same.
 
         Args:
             prompt: Text, chat messages, or token ids.
-            sampling: Sampling options. Default: the options in the model's
-                ``generation_config.json``, or greedy decoding.
+            sampling: The sampling options. By default, they come from the model's
+                ``generation_config.json``, and decoding is greedy if there is no such file.
             options: See :class:`Options`.
 
         Raises:
@@ -430,8 +438,8 @@ class LLM:
     ) -> Generator[Piece, None, tuple[str, Stats]]:
         """Like :meth:`generate`, but yield each token when its round is committed.
 
-        Text comes in whole characters. The generator's return value is (finish_reason,
-        :class:`Stats`).
+        The text is only split between whole characters. The generator's return value is
+        (finish_reason, :class:`Stats`).
         """
         for update in self.run(self.request(prompt, sampling, **options)):
             for output in update.tokens:
@@ -441,8 +449,8 @@ class LLM:
         return update.finish_reason or "", update.stats
 
     def run(self, request: Request) -> Iterator[Update]:
-        """Run a request alone. Yields an update after each round; the last one has a finish
-        reason."""
+        """Run a request alone. It yields an update after each round, and the last update has a
+        finish reason."""
         generation = Generation(request)
         with self._running(generation) as session:
             update = Update()
@@ -453,7 +461,8 @@ class LLM:
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings to stop before. A single string is one stop string, not a sequence of letters."""
+    """Return the stop strings as a tuple. A single string is one stop string, not a sequence of
+    letters."""
     if isinstance(stop, str):
         return (stop,)
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):

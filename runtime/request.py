@@ -30,7 +30,7 @@ class QueueFullError(EESDError):
 
 
 class ConstraintError(EESDError):
-    """A constraint cannot be followed any further. The error was caused by the request, not by the
+    """A constraint cannot be followed any further. The request caused this error, not the
     server."""
 
 
@@ -39,8 +39,8 @@ class Constraint(Protocol):
     the thread of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Mask [V] of the tokens that may follow these new tokens (without the prompt); None allows
-        all.
+        """Return a mask [V] of the tokens that may follow these new tokens (without the prompt). If
+        it returns None, all tokens are allowed.
 
         Raises:
             ConstraintError: The constraint cannot be followed. The request ends with this error.
@@ -48,8 +48,8 @@ class Constraint(Protocol):
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow because no other tokens are allowed: a free
-        draft. May be empty.
+        """Return up to ``most`` tokens that must follow because no other tokens are allowed. They
+        are a draft that costs nothing. The result may be empty.
 
         Raises:
             ConstraintError: The constraint cannot be followed. The request ends with this error.
@@ -63,23 +63,26 @@ class Request:
 
     Attributes:
         tokens: The prompt's ids.
-        sampling: Sampling options. If they have no seed, the request draws a seed and keeps it.
+        sampling: The sampling options. If they have no seed, the request draws a
+            seed and keeps it.
         max_new_tokens: Maximum number of tokens to generate.
-        stop: Strings to stop before; they need a tokenizer. A string that is the name of a special
-            token ends the text at that token.
+        stop: The text ends before any of these strings. Stop strings need a tokenizer. If a string
+            is the name of a special token, the text ends at that token.
         stop_token_ids: Tokens that end the text as EOS does, even with ``ignore_eos``.
-        draft: Whether to draft. False decodes plainly.
+        draft: Whether to draft. If False, the request is decoded plainly.
         ignore_eos: Whether to go on after EOS.
-        min_tokens: Minimum number of new tokens before EOS, unless the constraint allows only EOS.
-            Stop strings do not end the text earlier, either.
+        min_tokens: Minimum number of new tokens. Neither EOS nor a stop string ends the text
+            earlier, unless the constraint allows only EOS.
         logprobs: Number of alternatives to report with each token's log-probability under the
-            model. None disables log-probabilities.
-        prompt_logprobs: The same for the prompt's tokens, except the first.
-        seconds: Deadline in seconds. The request returns the tokens that it has by then.
+            model. If it is None, no log-probabilities are reported.
+        prompt_logprobs: Number of alternatives to report with the log-probability of each prompt
+            token. The first prompt token has none.
+        seconds: Time limit of the request, in seconds. When it has passed, the request
+            ends with the tokens that it has.
         constraint: Restricts the tokens that may follow.
-        salt: Keys and values kept from a request serve only requests with the same salt.
-            So a user with another salt cannot infer from times or ``cached_tokens`` whether a text
-            was seen before.
+        salt: The keys and values of a request are reused only by requests with the same salt. So a
+            user with another salt cannot infer from times or ``cached_tokens`` whether a text was
+            seen before.
 
     Raises:
         EESDError: A value has the wrong type, or is out of range.
@@ -140,8 +143,9 @@ def check_lengths(least: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability under the model (before temperature and filters), and the most
-    likely tokens in its place, best first. A prompt's first token has no log-probability (None)."""
+    """A token's log-probability under the model (before temperature and filters). It also lists the
+    most likely tokens at the same position, the most likely token first. A prompt's first token has
+    no log-probability (None)."""
 
     token: int
     logprob: float | None
@@ -155,8 +159,8 @@ class TokenOutput:
     Attributes:
         token: Its id.
         text: The text that became certain with this token; may be empty.
-        source: Name of the drafter that proposed it, ``exit`` or ``text``; ``verify`` for the
-            verifier's bonus token.
+        source: Name of the drafter that proposed the token (``exit`` or ``text``), or ``verify`` if
+            it is the verifier's bonus token.
         logprob: Log-probability, if requested.
     """
 
@@ -171,17 +175,17 @@ class Update:
     """The result of one round for a request.
 
     Attributes:
-        tokens: New tokens; may be empty in the last update.
-        rejected: Drafted tokens after the accepted ones.
-        held: Text that was held back because it could have begun a stop string; only in the last
-            update.
+        tokens: The new tokens. The last update may have none.
+        rejected: The drafted tokens that were rejected, which follow the accepted tokens.
+        held: Text that was held back because it could have begun a stop string. Only the last
+            update has it.
         finish_reason: ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
             ``error``. None if further updates follow.
         error: The error, in a sentence.
         refused: Whether the request caused the error, not the server.
         stop: The stop string that ended the text.
-        prompt_logprobs: Log-probabilities of the prompt's tokens, if requested; only in the first
-            update.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if they were requested. Only the
+            first update has them.
         cached_tokens: Number of prompt tokens whose keys and values were kept from earlier
             requests.
         stats: Counts and seconds so far.
@@ -200,15 +204,16 @@ class Update:
 
 
 OnUpdate = Callable[[Update], None]
-"""Called in the thread of the batch; it must return at once. If it raises, its request ends, and
-the other requests go on."""
+"""A function that receives the updates of a request. It is called in the thread of the batch, so it
+must return at once. If it raises an exception, its request ends and the other requests go on."""
 
 
 class Generation:
     """A request that was accepted. ``cancel`` may be called from any thread, and more than once.
 
     Attributes:
-        began: ``time.monotonic()`` when it got a place in the batch; None while it waits.
+        began: The ``time.monotonic()`` at which the request got a place in the batch. It is None
+            while the request waits.
     """
 
     def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:

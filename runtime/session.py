@@ -1,4 +1,5 @@
-"""A running request: its sequence, the rules that end it, and the report of each round.
+"""A session is a running request. It has the request's sequence and the rules that end the text,
+and it reports each round.
 
 The draft proposes tokens after the last committed token (the root). After each draft step the
 controller decides whether to continue. If the text repeats itself, tokens are proposed from its
@@ -33,8 +34,8 @@ from eesd.runtime.text import TextCodec, TextStream
 
 
 class Session(TokenSequence):
-    """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
-    nothing is pending between steps.
+    """A running request with its own KV cache. It runs alone or as a row of a batch. ``step`` runs
+    one round; nothing is pending between steps.
 
     ``step`` is a transaction: if drafting, verifying or accepting raises an exception (such as a
     cancellation or an engine failure), the session is as it was before the round, and ``step`` can
@@ -45,10 +46,10 @@ class Session(TokenSequence):
         request: The request of ``generation``. Set by the constructor.
         ends: Tokens that end the text. Set by the constructor.
         began: Time at which the session began, in seconds of ``time.monotonic``.
-        cached_tokens: Tokens of the prompt whose keys and values came from earlier requests. Set by
-            :meth:`take_prefix`.
-        lock: Held while engines run. Sessions over the same engines share it, so other threads wait
-            for a round to end.
+        cached_tokens: Number of prompt tokens whose keys and values came from earlier requests. Set
+            by :meth:`take_prefix`.
+        lock: The lock that is held while engines run. Sessions that use the same engines share the
+            lock, so other threads wait until a round ends.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Session(TokenSequence):
             kv_cache: An empty cache for the sequence.
             engines: The engines that run the calls.
             drafting: The drafters of the request when it runs alone.
-            codec: Makes text from tokens; None if there is no tokenizer.
+            codec: Turns tokens into text. It is None if there is no tokenizer.
             observer: Called with each round's tokens and logits.
             lock: Lock shared with other sessions over these engines; None if there are no other
                 sessions.
@@ -146,8 +147,9 @@ class Session(TokenSequence):
         super().add_piece(piece, outputs, seconds)
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
-        """Take the kept keys and values of the text's beginning, unless the request asks for the
-        prompt's log-probabilities. May be called again until a piece of the prompt is computed."""
+        """Reuse the keys and values that are kept for the beginning of the text. Nothing is reused
+        if the request asks for the prompt's log-probabilities. This method may be called again
+        until a piece of the prompt is computed."""
         if self.request.prompt_logprobs is not None:
             return
         taken = self._prefilled if self._looked_up else None
@@ -161,14 +163,14 @@ class Session(TokenSequence):
             self.cached_tokens = self._prefilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep the keys and values for requests with the same beginning, if the whole prompt is
-        computed."""
+        """If the whole prompt is computed, keep its keys and values for later requests with the
+        same beginning."""
         if not self.unfilled:
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
     def move(self, kv_cache: KVCache) -> None:
-        """Continue in another cache. The keys and values of all tokens are computed again. Call it
-        between two rounds."""
+        """Continue with another cache, in which the keys and values of all tokens are computed
+        again. Call this method between two rounds."""
         self.check_open()
         self._kv_cache = kv_cache
         self._moved = True
@@ -189,8 +191,8 @@ class Session(TokenSequence):
         return current.result
 
     def peek(self) -> Logits:
-        """The verifier's logits [V] after the last committed token, computed by a single-token pass
-        that commits nothing."""
+        """Return the verifier's logits [V] after the last committed token. A single-token pass
+        computes them and commits nothing."""
         with self.lock:
             self.prefill()
             self._kv_cache.reserve(len(self.tokens))
@@ -206,8 +208,8 @@ class Session(TokenSequence):
         return self.tokens[self.stats.prompt_tokens :]
 
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Mask [V] of the tokens that the constraint and ``min_tokens`` allow after a drafted path;
-        None allows all."""
+        """Return a mask [V] of the tokens that the constraint and ``min_tokens`` allow after a
+        drafted path, or None if all tokens are allowed."""
         tokens = [*self.new_tokens, *path]
         mask = None
         if self.request.constraint is not None:
@@ -288,8 +290,8 @@ class Session(TokenSequence):
 
 
 def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogprob]:
-    """Log-probability of each token under the logits of the previous token [n, V], and the ``top``
-    most likely tokens."""
+    """Return the log-probability of each token, and the ``top`` most likely tokens at its position.
+    The logits [n, V] are those after the previous token."""
     found = []
     for token, row in zip(tokens, logits, strict=True):
         scores = row.astype(np.float64)

@@ -1,5 +1,5 @@
-"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or
-part of a stop string."""
+"""Convert text to tokens and tokens to text. This module has the tokenizer, the chat template, and
+a stream that never shows half a character or part of a stop string."""
 
 import codecs
 import json
@@ -22,7 +22,7 @@ from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 from eesd.runtime.plain_content import PlainContent
 
 HALF = "\ufffd"
-"""The text that invalid bytes decode to."""
+"""The text to which invalid bytes are decoded."""
 _REMEDY = "export the model again"
 
 
@@ -31,16 +31,18 @@ class TextCodec:
 
     Args:
         directory: Engine directory.
-        most_tokens: Maximum number of tokens; None for no limit. A text with too many characters
-            for this number is refused before it is tokenized.
-        plain_content: Whether only the template can write special tokens, not messages or tools.
+        most_tokens: Maximum number of tokens of a text, or None for no limit. A text that has too
+            many characters for this number is refused before it is tokenized.
+        plain_content: Whether special tokens can come only from the template, and not from messages
+            or tools.
 
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
         tool_template: The chat template for messages with tools: the template called ``tool_use``,
             or ``chat_template`` if there is no such template.
-        plain: Reads messages so that they cannot write special tokens; None if they may write them.
+        plain: Reads messages in such a way that they cannot write special tokens. It is None if
+            messages may write special tokens.
 
     Raises:
         EESDError: There is no tokenizer, a file is damaged, or the template does not allow
@@ -134,8 +136,8 @@ class TextCodec:
 
     @cached_property
     def _longest(self) -> int:
-        """Number of characters of the longest token. Computed only for long texts, because listing
-        a vocabulary takes long."""
+        """Number of characters of the longest token. This number is computed only for long texts,
+        because listing a vocabulary takes a long time."""
         return max(map(len, self._vocabulary()), default=1)
 
     def render(
@@ -156,8 +158,8 @@ class TextCodec:
 
 
 def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a post-processor whose template names a special token without ids: the library would
-    panic when it encodes a text."""
+    """Refuse a post-processor whose template names a special token without ids. With such a
+    post-processor the library would panic when it encodes a text."""
     processor = (
         json.loads(tokenizer.post_processor.__getstate__()) if tokenizer.post_processor else {}
     )
@@ -175,8 +177,8 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates that are used from a tokenizer's configuration, by name. A single template is
-    called ``default``."""
+    """Return those templates of a tokenizer's configuration that are used, by name. A single
+    template is called ``default``."""
     if isinstance(template, list):
         try:
             template = {entry["name"]: entry["template"] for entry in template}
@@ -192,7 +194,7 @@ def _templates(path: Path, template: Any) -> dict[str, str]:
 
 
 def _content(path: Path, name: str, token: Any) -> str:
-    """A special token, which is stored as text or as an object."""
+    """Return the text of a special token, which is stored as a text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise EESDError(f"{path} has a {name} that is not text; {_REMEDY}.")
@@ -234,45 +236,47 @@ class TokenBytes:
         self.has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     def name(self, token: int) -> str | None:
-        """The token as written in the vocabulary; None if it is not text."""
+        """Return the token as it is written in the vocabulary, or None if the token is not text."""
         return None if token in self.special else self._tokenizer.id_to_token(token)
 
     def added(self, token: int, before: int | None) -> bytes:
-        """Bytes that a token adds to the text after ``before``, the previous token of text; empty
-        if the token is not text."""
+        """Return the bytes that a token adds to the text. ``before`` is the previous token that is
+        text. The result is empty if the token itself is not text."""
         name = self.name(token)
         if not name:
             return b""
         if self._byte_level:
-            # Added tokens may contain other characters, and represent themselves.
+            # Added tokens may contain other characters. Their text is their name.
             known = BYTES.keys() >= set(name)
             return bytes(BYTES[character] for character in name) if known else name.encode()
         if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
             return bytes.fromhex(byte[1])
-        # One token of context is enough: decoders join words, and drop a space where the text
-        # begins.
+        # One token of context is enough, because decoders only join words and drop a space at the
+        # beginning of the text.
         context = [] if before is None else [before]
         return self._decode([*context, token])[len(self._decode(context)) :].encode()
 
 
 class TextStream:
-    """Turns tokens into text as they are generated. A ``copy`` is independent.
+    """Turns tokens into text as they are generated. A ``copy`` of the object continues
+    independently.
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
     stop string. When a stop string is complete, it is stored in ``stop``, and the text ends before
     it. A stop string that is complete within the first ``min_tokens`` tokens is treated as text.
-    Special tokens are not text; those in ``stop_tokens``, which have the name of a stop string,
-    complete it.
+    Special tokens are not text. A special token in ``stop_tokens`` has the name of a stop string,
+    and completes that stop string.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
-    cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of
-    bytes if one byte is broken, even for characters that were shown long ago. So bytes are joined
-    here. Valid text is the same as the decoder's. Only bytes that belong to no character become
-    U+FFFD, as in SentencePiece, and only when that is certain.
+    cannot wait for the rest of a character. They write U+FFFD instead. ``ByteFallback`` writes
+    U+FFFD for a whole run of bytes if one byte is broken, even for characters that were shown long
+    ago. So this class joins the bytes. If the text is valid, it is the same as the decoder's text.
+    A byte becomes U+FFFD, as in SentencePiece, only when it is certain that it belongs to no
+    character.
 
-    Wherever a text is split into prompt and tokens, the result is the text that the tokens add to
-    the prompt's text. A character that begins in the prompt is returned with the token that
-    completes it. A character that is never completed is not shown.
+    A text may be split into prompt and new tokens at any token. The result is always the text that
+    the new tokens add to the prompt's text. A character that begins in the prompt is returned with
+    the token that completes it. A character that is never completed is not shown.
     """
 
     def __init__(
