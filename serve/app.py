@@ -30,7 +30,7 @@ ROUTERS = (
 
 
 class _Application(FastAPI):
-    """An application that drops the query of a URL, because no route reads it, and a trace would
+    """An application that drops the query of a URL. No route reads the query, and a trace would
     show it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,8 +82,8 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI schema, changed so that an invalid body gives a 400, as with OpenAI, and a key is
-    a bearer token."""
+    """Return the OpenAPI schema with two changes: an invalid body gives status 400, as in OpenAI's
+    API, and the API key is a bearer token."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in schema["paths"].values():
         for operation in path.values():

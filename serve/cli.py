@@ -171,7 +171,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 )
 @click.option("--triton-repo", type=cli.OUTPUT, metavar="DIR", help=TRITON)
 def main(host: str, port: int, **options: Any) -> None:
-    """Serve OpenAI's API with a model, which is exported first, or from the engines of a directory.
+    """Serve OpenAI's API with a model or an engine directory. A model is exported first.
 
     One process serves many requests at once. SIGTERM lets running requests finish.
     """
@@ -189,7 +189,7 @@ def main(host: str, port: int, **options: Any) -> None:
     limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:
-        # on other ranks, run rank 0's calls until it ends; only rank 0 has the port
+        # other ranks run rank 0's calls until it ends; only rank 0 has the port
         load_as_asked(engine_dir_of(options), options, speculation)
     # Bind before the model is loaded, so that a port in use is reported at once.
     with bind(host, port) as bound:
@@ -219,18 +219,18 @@ def _write_triton_repository(
 
 
 def batch_of(options: dict[str, Any]) -> BatchOptions:
-    """The limits of the batch, from the command's options."""
+    """Return the limits of the batch that the command's options set."""
     return BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
 
 
 def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "ServeOptions":
-    """The limits and names of a server, from the command's options.
+    """Return the limits and names of a server that the command's options set.
 
     Args:
         options: The options by name. Missing options have the defaults of
             :class:`~eesd.serve.http.options.ServeOptions`.
-        answers_for_itself: Whether only requests for this machine are accepted if the options name
-            no host.
+        answers_for_itself: If the options name no host, whether the server accepts only requests
+            for this machine.
 
     Raises:
         EESDError: A value cannot be used.
@@ -254,8 +254,8 @@ def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "Ser
 
 
 def api_keys(file: Path | None) -> tuple[str, ...]:
-    """Return the keys in a file, one per line; without a file, the keys in EESD_API_KEY, separated
-    by commas.
+    """Return the keys in a file, which has one key per line. If there is no file, return the keys
+    in EESD_API_KEY, which are separated by commas.
 
     Raises:
         EESDError: The file has no key.

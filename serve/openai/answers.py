@@ -1,4 +1,4 @@
-"""Answer completions and chats, whole or as a stream of chunks."""
+"""Answer completions and chats. An answer is sent whole or as a stream of chunks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ class Writer(Protocol):
         ...
 
     def choice(self) -> Choice:
-        """The whole choice, after its last update."""
+        """Return the whole choice. This is called after the last update."""
         ...
 
     def chunks(self, update: Update) -> Sequence[Choice]:
@@ -37,8 +37,8 @@ class Writer(Protocol):
 def new_answer(
     model: type[Answer], kind: str, prefix: str, serving: Serving, generations: Generations
 ) -> Callable[..., Answer]:
-    """Return a function that makes an answer, or a chunk of an answer, with ``kind`` as its
-    ``object`` and an id that begins with ``prefix``."""
+    """Return a function that makes an answer or a chunk of an answer. Its ``object`` is ``kind``,
+    and its id begins with ``prefix``."""
     generations.id = f"{prefix}-{uuid4().hex}"
     return partial(
         model,
@@ -50,7 +50,8 @@ def new_answer(
 
 
 def finished(progress: Progress) -> dict[str, Any]:
-    """The finish reason of a choice (None while it runs) and, at the end, the stop reason."""
+    """Return the finish reason of a choice, which is None while it runs. At the end, the stop
+    reason is returned as well."""
     found = {"finish_reason": progress.finish_reason}
     if progress.finish_reason:
         found["stop_reason"] = progress.stop_reason
@@ -73,7 +74,8 @@ async def respond(
         generations: The generations to run.
         writers: A writer for each choice.
         new: Function made by :func:`new_answer`.
-        first: First choices of a stream, sent when the requests have been accepted.
+        first: The first choices of a stream. They are sent as soon as the requests have been
+            accepted.
     """
     if body.stream:
         return EventStream(_chunks(body, generations, writers, new, first))
@@ -100,8 +102,8 @@ async def _chunks(
     new: Callable[..., Answer],
     first: Sequence[Choice],
 ) -> Events:
-    """Yield a chunk for each part of a choice, a usage chunk if requested, and the end mark. The
-    last chunk has the drafting metrics."""
+    """Yield a chunk for each part of a choice, then a usage chunk if the client asked for one, and
+    finally the end mark. The last chunk has the drafting metrics."""
     async with generations:
         for choice in first:
             yield event(new(choices=[choice]))

@@ -57,7 +57,8 @@ async def chat_completions(body: ChatBody, request: Request, serving: Shared) ->
 async def begin(
     body: ChatBody, request: Request, serving: Serving
 ) -> tuple[Generations, list["Reader"]]:
-    """Make the generations that answer a chat request of any API, and a reader for each answer.
+    """Make the generations that answer a chat request, and a reader for each answer. The request
+    may come from any of the APIs.
 
     Raises:
         APIError, EESDError: The server cannot fulfil the request.
@@ -79,8 +80,8 @@ async def begin(
 
 
 def encode(body: ChatBody | TokenizeBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
-    """Return the tools, and the messages as tokens. A template is a program and may take long, so
-    call this in a thread.
+    """Return the tools and the tokens of the messages. A template is a program and may take long,
+    so call this in a thread.
 
     Raises:
         APIError, EESDError: The body contradicts itself, or a message or a tool cannot be used.

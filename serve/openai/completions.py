@@ -55,8 +55,8 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
-    """Return tokens and text of each prompt. A long text takes long to encode, so call this in a
-    thread."""
+    """Return the tokens and the text of each prompt. A long text takes long to encode, so call this
+    in a thread."""
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
@@ -71,7 +71,7 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
         # If ``add_special_tokens`` is False, a text is encoded without the tokenizer's special
-        # tokens. llm.encode reads all other texts, and ids.
+        # tokens. All other texts and all token ids go through llm.encode.
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         check_ids(tokens, llm, "prompt")
@@ -111,7 +111,8 @@ class _Writer:
         return [choice] if says else []
 
     def _part(self, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
-        """A choice with new text and its tokens; the first part also has the echoed prompt."""
+        """Return a choice that has the new text and its tokens. The first part also has the echoed
+        prompt."""
         first = not self._begun
         self._begun = True
         progress = self._progress

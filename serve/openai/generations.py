@@ -1,5 +1,5 @@
-"""The generations of one HTTP request: their updates pass from the batch's thread to the event
-loop, and they are cancelled when the client leaves."""
+"""The generations of one HTTP request. Their updates pass from the batch's thread to the event
+loop, and the generations are cancelled when the client leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -31,8 +31,8 @@ LIVENESS_SECONDS = 5.0
 
 @dataclass
 class Progress:
-    """The output of one choice so far. ``finish_reason`` has OpenAI's values; ``stop_reason`` is a
-    stop string, or ``deadline``. The reader of a chat sets ``thought_tokens``."""
+    """The output of one choice so far. ``finish_reason`` has OpenAI's values, and ``stop_reason``
+    is a stop string or ``deadline``. The reader of a chat sets ``thought_tokens``."""
 
     request: Request
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -67,19 +67,20 @@ class Generations:
 
     Args:
         serving: The server.
-        requests: A request for each choice; the requests of a prompt are adjacent.
+        requests: One request for each choice. Requests with the same prompt are adjacent.
         choices: Number of choices for each prompt.
         keep_tokens: Whether to keep generated tokens. If False, only the prompts are scored, and
             the single token that each request generates is dropped.
 
     Attributes:
-        id: The id of the answer; its writer sets it.
+        id: The id of the answer, which the writer of the answer sets.
         progress: The output of each choice so far.
 
     Raises:
-        EESDError: On entering the block, if a request cannot be used, or the queue is full.
-        APIError: While iterating, if a request failed, or ended without a token because the server
-            stopped or was too slow.
+        EESDError: Raised on entering the block if a request cannot be used, or if the queue is
+            full.
+        APIError: Raised while iterating if a request failed, or if it ended without a token because
+            the server stopped or was too slow.
     """
 
     def __init__(
@@ -189,7 +190,8 @@ class Generations:
         return APIError(500, message, code="internal_error")
 
     def usage(self) -> Usage:
-        """Numbers of tokens so far. Each prompt is counted once."""
+        """Return the numbers of tokens so far. Each prompt is counted once, even if it has several
+        choices."""
         prompts = self.progress[:: self._choices]
         prompt = sum(len(choice.request.tokens) for choice in prompts)
         new = sum(len(choice.outputs) for choice in self.progress)
@@ -205,7 +207,7 @@ class Generations:
         return usage
 
     def metrics(self) -> ResponseMetrics:
-        """Drafting metrics of all choices together."""
+        """Return the drafting metrics of all choices together."""
         all_stats = [choice.stats for choice in self.progress]
         rounds = sum(map(num_drafts, all_stats))
         drafted = sum(stats.draft_tokens for stats in all_stats)
@@ -229,17 +231,18 @@ class Generations:
         return ResponseMetrics(speculative_decoding=speculative)
 
     def extras(self) -> dict[str, Any]:
-        """Fields of an answer in addition to its API's fields."""
+        """Return the fields that an answer has in addition to the fields of its API."""
         return {"metrics": self.metrics(), **self._ignored()}
 
     def _ignored(self) -> dict[str, list[str]]:
-        """The keywords of JSON schemas that are not enforced, if any."""
+        """Return the keywords of JSON schemas that are not enforced, if there are any."""
         constraint = self.progress[0].request.constraint
         known = isinstance(constraint, GrammarConstraint | TokenFilter) and constraint.ignored
         return {"ignored_keywords": sorted(known)} if known else {}
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the request for the log and for traces. Times are for the first choice."""
+        """Return facts about the request for the log and for traces. The times are those of the
+        first choice."""
         spec = self.metrics().speculative_decoding
         request = self.progress[0].request
         return {

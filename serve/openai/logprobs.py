@@ -15,7 +15,7 @@ class TokenWriter:
     """Writes the tokens of one choice, one after another, as text and as bytes.
 
     Args:
-        codec: The tokenizer; None to write tokens as ``token_id:5``.
+        codec: The tokenizer, or None to write tokens in the form ``token_id:5``.
         prompt: The tokens before the choice's tokens.
     """
 
@@ -27,15 +27,16 @@ class TokenWriter:
         self._offset = 0
 
     def _written(self, token: int) -> bytes:
-        """The bytes of a token. Special and unknown tokens have the bytes of a name."""
+        """Return the bytes of a token. For special and unknown tokens these are the bytes of a
+        name."""
         name = self._codec.tokenizer.id_to_token(token) if self._codec else None
         if not self._bytes or name is None:
             return f"token_id:{token}".encode()
         return self._bytes.added(token, self._before) if self._bytes.name(token) else name.encode()
 
     def _name(self, token: int) -> str:
-        """A token as text. Parts of characters are written as bytes, as OpenAI does, so that
-        different tokens stay distinct."""
+        """Return a token as text. If a token is a part of a character, its bytes are written, as in
+        OpenAI's API, so that different tokens stay distinct."""
         written = self._written(token)
         try:
             return written.decode()
@@ -48,8 +49,8 @@ class TokenWriter:
             self._before = token
 
     def completion(self, found: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """The next tokens as ``/v1/completions`` reports them. The reported most likely tokens
-        always include the token itself."""
+        """Return the next tokens in the form of ``/v1/completions``. The list of the most likely
+        tokens always includes the token itself."""
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in found:
             text = self._name(item.token)
@@ -60,7 +61,8 @@ class TokenWriter:
                 result.top_logprobs.append(None)
             else:
                 top: dict[str, float] = {}
-                # Best first, because among tokens with equal texts only the best is kept.
+                # The best token comes first, because only the best of several tokens with the same
+                # text is kept.
                 for token, logprob in (*item.top, (item.token, item.logprob)):
                     top.setdefault(self._name(token), _finite(logprob))
                 result.token_logprobs.append(_finite(item.logprob))
@@ -69,7 +71,7 @@ class TokenWriter:
         return result
 
     def chat(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
-        """The next tokens as ``/v1/chat/completions`` reports them."""
+        """Return the next tokens in the form of ``/v1/chat/completions``."""
         content = []
         for output in outputs:
             found = output.logprob

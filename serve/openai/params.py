@@ -69,9 +69,10 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(ALIASES, None),
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
-"""Unsupported fields that shape the text in the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and
-transformers, and for each field the value that has no effect. An alias is refused if the field that
-it stands for is given, too, or does not exist."""
+"""Fields that shape the text in the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and
+transformers, but that this server does not support. Each field is mapped to the value that has no
+effect. An alias is refused if the request also gives the field that it stands for, or if there is
+no such field."""
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MOST_NAMED = 32
@@ -79,8 +80,8 @@ MOST_NAMED = 32
 
 
 def chat_of(values: dict[str, Any]) -> ChatBody:
-    """Make the chat request that corresponds to a request of another API. Values of None are left
-    out.
+    """Make the chat request that corresponds to a request of another API. Values that are None are
+    left out.
 
     Raises:
         RequestValidationError: A field that exists only in chat requests has a value that cannot be
@@ -124,8 +125,8 @@ class Named(Protocol):
 
 
 def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
-    """Check the model that a body names, and record its fields without effect for the answer and
-    the log.
+    """Check the model that a body names. The body's fields that have no effect are recorded for the
+    answer and the log.
 
     Raises:
         APIError: The model does not exist.
@@ -142,8 +143,8 @@ def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
 
 
 def check_model(model: str | None, serving: Serving) -> None:
-    """Raise :class:`APIError` (404) for the name of another model. No name, or "", means the served
-    model."""
+    """Raise :class:`APIError` (404) for the name of another model. An empty or missing name stands
+    for the served model."""
     if model and model not in serving.model_names:
         names = ", ".join(map(repr, serving.model_names))
         raise APIError(
@@ -184,15 +185,16 @@ def requests_of(
     tools: Tools | None = None,
     key: str = "",
 ) -> list[Request]:
-    """Make the requests for all choices; the requests of a prompt are adjacent.
+    """Make the requests for all choices. Requests with the same prompt are adjacent.
 
     Args:
         body: The body.
         prompts: Token ids of each prompt.
         serving: The server.
-        max_tokens: Maximum number of new tokens in a choice; None for the number that fits.
-        logprobs, prompt_logprobs: Number of alternatives to report for each token; None for no
-            log-probabilities.
+        max_tokens: Maximum number of new tokens in a choice, or None for the largest number that
+            fits.
+        logprobs, prompt_logprobs: Number of alternatives to report for each token, or None if no
+            log-probabilities are wanted.
         tools: Functions that may or must be called.
         key: The key that sent the request. Cached prefixes of its prompts are not shared with other
             keys.
@@ -262,8 +264,9 @@ def _check_window(body: Body, sampling: Sampling) -> None:
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
-    """The constraint of the output: required calls or the constraint of the body, combined with
-    lists of tokens. ``response_format`` applies to answers without calls."""
+    """Return the constraint of the output. It requires calls or is the constraint of the body, and
+    the body's lists of allowed and forbidden tokens are added to it. ``response_format`` applies to
+    answers without calls."""
     given = body.given()
     asked = constraint_of(given, llm)
     answer = asked if (given.get("response_format") or {}).get("type", "text") != "text" else None

@@ -88,7 +88,8 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
 
 
 def _without_effect(body: ResponsesBody) -> dict[str, Any]:
-    """Values that have no effect here, under the names that the answer lists."""
+    """Return the values of the request that have no effect here. The keys are the names that the
+    answer lists."""
     found: dict[str, Any] = {}
     if set(body.include or ()) - {LOGPROBS}:
         found["include"] = body.include
@@ -209,8 +210,8 @@ _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
 def _text(
     given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False
 ) -> Any:
-    """Return the content in the form of chat messages: a text or, unless ``joined``, several
-    parts."""
+    """Return the content in the form that chat messages use. It is a text, or several parts if
+    ``joined`` is False."""
     if given is None or (joined and not given and given != ""):
         raise APIError(
             400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value"

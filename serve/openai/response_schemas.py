@@ -32,8 +32,9 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """A message (``role``, ``content``) or, by ``type``, a ``function_call`` or
-    ``custom_tool_call``, its output, or ``reasoning``."""
+    """An item of the input. It is a message, which has a ``role`` and ``content``, or its ``type``
+    says what it is: a ``function_call``, a ``custom_tool_call``, the output of one of these, or
+    ``reasoning``."""
 
     type: str | None = None
     role: str | None = None
@@ -46,7 +47,8 @@ class InputItem(Body):
 
 
 class TextFormat(Body):
-    """The form of the output; ``schema`` if ``type`` is ``json_schema``."""
+    """The form of the output. If ``type`` is ``json_schema``, the field ``schema`` has the
+    schema."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -61,7 +63,7 @@ class Reasoning(Body):
 
 
 class ResponsesBody(GenerationBody, TemplateBody):
-    """``POST /v1/responses``, without memory of earlier responses."""
+    """The body of ``POST /v1/responses``. The server does not remember earlier responses."""
 
     input: str | Annotated[list[InputItem], Many]
     instructions: str | None = None
@@ -85,7 +87,7 @@ class ResponsesBody(GenerationBody, TemplateBody):
 
 
 class OutputText(BaseModel):
-    """A part of a message, or the text of a thought, which has no annotations or
+    """A part of a message, or the text of a thought. A thought has no annotations or
     log-probabilities."""
 
     type: str
@@ -95,8 +97,9 @@ class OutputText(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message of the model, its thoughts (``reasoning``), a call of a function, whose
-    ``arguments`` are JSON, or a call of a custom tool, whose ``input`` is text."""
+    """An item of the output. It is a message of the model, the model's thoughts (``reasoning``), a
+    call of a function (whose ``arguments`` are JSON), or a call of a custom tool (whose ``input``
+    is text)."""
 
     id: str
     type: str
@@ -130,7 +133,7 @@ class ResponsesUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a text was cut off. ``stop_reason`` is ``deadline`` after a timeout."""
+    """The reason why a text was cut off. After a timeout, ``stop_reason`` is ``deadline``."""
 
     reason: str
     stop_reason: str | None = None

@@ -42,7 +42,7 @@ from eesd.serve.openai.schemas import ChatLogprob
 
 router = APIRouter(route_class=JSONRoute)
 Event = tuple[str, dict[str, Any]]
-"""The type of an event, and its fields except the number."""
+"""The type of an event and its fields. The sequence number is added later."""
 
 
 @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ANSWERS)
@@ -116,7 +116,8 @@ class _Writer:
         """Pieces of the open item so far: its text or its arguments."""
         self._open = False
         self._logprobs: list[ChatLogprob] = []
-        """Log-probabilities of the open text, including tokens whose text has not appeared yet."""
+        """Log-probabilities of the tokens of the open text. They include tokens whose text has not
+        appeared yet."""
         self._told = 0
         self._custom = {
             tool.get("name") for tool in body.tools or () if tool.get("type") == "custom"
@@ -266,12 +267,12 @@ class _Writer:
         yield f"{kind}.done", {**self._place(), "input": item.input}
 
     def _place(self, content: int | None = None) -> dict[str, Any]:
-        """The fields of an event that give its position within the last item."""
+        """Return the fields of an event that say where it belongs in the last item."""
         inside = {} if content is None else {"content_index": content}
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, **inside}
 
     def answer(self, status: str) -> ResponsesAnswer:
-        """The response so far."""
+        """Return the response as it is so far."""
         body = self._body
         progress = self._reader.progress
         sampling = progress.request.sampling

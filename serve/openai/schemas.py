@@ -1,4 +1,4 @@
-"""Bodies of requests and responses. Unknown fields are kept and have no effect; known fields must
+"""Bodies of requests and responses. Unknown fields are kept but have no effect. Known fields must
 have the right types."""
 
 from typing import Annotated, Any, Literal
@@ -49,19 +49,21 @@ ALIASES = {
 }
 """Other servers' names for some fields."""
 THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
-"""Efforts for the values of Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek
-(``thinking``, an object whose ``type`` is the key)."""
+"""The reasoning effort for each value that Ollama (``think``), Qwen (``enable_thinking``) and
+DeepSeek (``thinking``) use. The value of DeepSeek is an object, and its ``type`` is the key
+here."""
 
 
 class GenerationBody(Body):
-    """Common fields of all bodies of generating requests. Missing or null fields take the server's
-    defaults."""
+    """The fields that all generating requests have in common. If a field is missing or null, the
+    server's default applies."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_others_write_it(cls, given: Any) -> Any:
-        """Convert fields from the forms of other servers: other names, -1 tokens for no limit,
-        empty stop strings, biases as pairs."""
+        """Convert fields that clients of other servers write differently. Such clients use other
+        names, give -1 as a limit of tokens if there is no limit, give empty stop strings, or give
+        biases as pairs."""
         if not isinstance(given, dict):
             return given
         found = {**given}
@@ -86,7 +88,7 @@ class GenerationBody(Body):
         if isinstance(pairs := found.get("logit_bias"), list) and all(
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
         ):
-            # with llama.cpp, false means never
+            # in llama.cpp's API, false forbids the token
             found["logit_bias"] = {
                 str(token): -100.0 if bias is False else bias for token, bias in pairs
             }
@@ -205,7 +207,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
 
 class TokenizeBody(TemplateBody):
-    """``POST /tokenize``: a text or chat messages."""
+    """The body of ``POST /tokenize``, which has a text or chat messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -247,14 +249,14 @@ class SpeculativeDecoding(BaseModel):
     """Drafting metrics of a response.
 
     Attributes:
-        mean_acceptance_length: Mean number of tokens in a round that verified a draft: the accepted
-            tokens and one more.
+        mean_acceptance_length: Mean number of tokens that a round with a verified draft produced.
+            This is the number of accepted tokens plus one.
         draft_acceptance_rate: Share of the verified draft tokens that were accepted.
-        acceptance_histogram: Number of rounds with 0, 1, 2, ... accepted tokens, among rounds that
-            verified a draft.
+        acceptance_histogram: Number of rounds that verified a draft and accepted exactly 0, 1, 2,
+            ... of its tokens.
         num_spec_steps: Number of rounds that verified a draft.
-        num_accepted_draft_tokens, num_draft_tokens: Numbers of draft tokens that were accepted, and
-            that were verified.
+        num_accepted_draft_tokens, num_draft_tokens: Number of draft tokens that were accepted, and
+            number of draft tokens that were verified.
     """
 
     mean_acceptance_length: float
@@ -270,8 +272,8 @@ class ResponseMetrics(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities as ``/v1/completions`` reports them. Offsets are characters of the choice's
-    text."""
+    """Log-probabilities as ``/v1/completions`` reports them. Offsets are counted in characters of
+    the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -295,7 +297,7 @@ class ChatLogprobs(BaseModel):
 
 class Choice(BaseModel):
     """Common fields of all choices. ``stop_reason`` is the stop string that ended the text, or
-    ``deadline``."""
+    ``deadline`` after a timeout."""
 
     index: int
     finish_reason: str | None
@@ -351,8 +353,8 @@ class ChatChunkChoice(Choice):
 
 
 class Answer(BaseModel):
-    """Common fields of all responses and chunks. ``created`` is in seconds since 1970.
-    ``ignored_keywords`` are keywords of the request's JSON schemas that are not enforced."""
+    """Common fields of all responses and chunks. ``created`` is a Unix time in seconds.
+    ``ignored_keywords`` lists the keywords of the request's JSON schemas that are not enforced."""
 
     id: str
     object: str

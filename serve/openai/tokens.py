@@ -38,13 +38,13 @@ def _card(name: str, serving: Serving) -> ModelCard:
 
 @router.get("/v1/models")
 async def models(serving: Shared) -> ModelList:
-    """The model that is served, under each of its names."""
+    """List the served model under each of its names."""
     return ModelList(object="list", data=[_card(name, serving) for name in serving.model_names])
 
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, serving: Shared) -> ModelCard:
-    """The model with this name."""
+    """Return the model with this name."""
     if not model:
         raise APIError(404, NO_PATH)
     check_model(model, serving)
@@ -53,7 +53,8 @@ async def model(model: str, serving: Shared) -> ModelCard:
 
 @router.post("/tokenize", response_model=TokenizeAnswer)
 async def tokenize(body: TokenizeBody, request: Request, serving: Shared) -> Response:
-    """The tokens of a text, or of chat messages and tools as the model sees them."""
+    """Return the tokens of a text, or the tokens that chat messages and tools become in the
+    prompt."""
     admit(body, request, serving)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "Give either prompt or messages.", "prompt", "invalid_value")
@@ -80,7 +81,7 @@ async def tokenize(body: TokenizeBody, request: Request, serving: Shared) -> Res
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(serving: Shared) -> TokenizerInfo:
-    """The tokenizer's special tokens."""
+    """Return the tokenizer's special tokens."""
     llm = serving.service.llm
     bos = llm.manifest.bos_token_id
     (eos, *_) = (*llm.manifest.eos_token_ids, None)
@@ -94,7 +95,7 @@ async def tokenizer_info(serving: Shared) -> TokenizerInfo:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request, serving: Shared) -> DetokenizeAnswer:
-    """The text of tokens, without special tokens."""
+    """Return the text of the given tokens without special tokens."""
     admit(body, request, serving)
     llm = serving.service.llm
     check_ids(body.tokens, llm, "tokens")
