@@ -1,7 +1,7 @@
 """The torch modules of the graphs: **draft** (the first N layers and the exit head) and **verify**
 (the model). ``common/architecture.py`` describes their computations.
 
-Both have the same inputs, and caches in the order of their indices.
+Both modules have the same inputs. Their caches are in the order of the caches' indices.
 
 The verify module computes logits only for the tokens that its caller selects: most prompt tokens
 need no logits, and the LM head is a large part of a small model.
@@ -25,16 +25,18 @@ class Graph(nn.Module):
         described: The description of the model.
         operations: The table of operations. An engine may replace this table and the following
             attributes.
-        best: Function of logits [B, n, V] in any type, K and a draft vocabulary that returns an
-            engine's results for its callers (:func:`~eesd.runtime.engines.torch_fused.find_best`).
-            If None, operators of torch compute them from float32.
+        best: A function that returns an engine's results for its callers. Its arguments are the
+            logits [B, n, V] (of any type), K, and a draft vocabulary
+            (:func:`~eesd.runtime.engines.torch_fused.find_best`). If it is None, operators of torch
+            compute the results from float32 logits.
         unmasked: Largest number of tokens of a sequence for which attention derives the mask.
 
     Args:
         decoder: The base model.
         head: The exit head.
-        layers: The base layers of the verify graph or of a stage; None for the draft graph.
-        add_ranks: Adds the parts of all ranks; None if one process has all weights.
+        layers: The base layers of the verify graph or of a stage, or None for the draft graph.
+        add_ranks: A function that adds the parts of all ranks. It is None if one process has all
+            weights.
     """
 
     def __init__(
@@ -58,8 +60,8 @@ class Graph(nn.Module):
         self._add_ranks = add_ranks
 
     def _pass(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
-        """The operations of a pass with these caches. Masks are computed again, because the inputs'
-        memory may hold new values."""
+        """Return the operations of a pass with these caches. Masks are computed again, because the
+        inputs' memory may hold new values."""
         given = dict(zip(self._caches, caches, strict=True))
         own = inputs.anew()
         return self.operations(
@@ -96,10 +98,11 @@ class Draft(Graph):
             caches: The caches 0 .. N-1, and those of the exit head.
 
         Returns:
-            Logits [B, n, V] in float32, or [B, n, Vd] with a draft vocabulary; ids [B, n, K] in the
-            whole vocabulary and log-probabilities [B, n, K] of the K most likely tokens, most
-            likely first; the written caches. With :attr:`best`, the logits have the model's type,
-            and one tensor holds ids and log-probabilities.
+            The logits in float32 ([B, n, V], or [B, n, Vd] with a draft vocabulary), the ids and
+            the log-probabilities of the K most likely tokens (each [B, n, K], most likely first),
+            and the written caches. The ids refer to the whole vocabulary. If :attr:`best` is set,
+            the logits have the model's type, and one tensor holds both the ids and the
+            log-probabilities.
         """
         o = self._pass(inputs, caches)
         logits = draft(o, self.described, input_ids)
@@ -119,7 +122,7 @@ class Verify(Graph):
     Args:
         decoder: The base model.
         head: The exit head, whose caches the pass also writes.
-        layers: The layers of the stage; None for all.
+        layers: The layers of the stage, or None for all layers.
         add_ranks: See :class:`Graph`.
     """
 
@@ -141,16 +144,17 @@ class Verify(Graph):
         """Run a verify pass.
 
         Args:
-            x: Token ids [B, n] for the first stage, the previous stage's hidden state
-                [B, n, hidden] for later stages.
+            x: The token ids [B, n] for the first stage. Later stages get the hidden state
+                [B, n, hidden] of the previous stage.
             inputs: Shared inputs of the layers.
-            caches: The caches of the stage's layers; for the first stage also those of the exit
-                head.
+            caches: The caches of the stage's layers. For the first stage, they include the caches
+                of the exit head.
 
         Returns:
-            Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``;
-            hidden state [B, n, hidden] from earlier stages; the written caches. With :attr:`best`,
-            the logits have the model's type, and the result of :attr:`best` follows.
+            The result of the stage and the written caches. The last stage returns the logits
+            [B, R, V] (float32) of the tokens ``inputs.logit_rows``. Earlier stages return the
+            hidden state [B, n, hidden]. If :attr:`best` is set, the last stage's logits have the
+            model's type, and the result of :attr:`best` follows them.
         """
         o = self._pass(inputs, caches)
         x = verify(o, self.described, x, self.layers)

@@ -1,24 +1,28 @@
-"""Quantized weights of a checkpoint, whose levels are kept or dequantized.
+"""Quantized weights of a checkpoint. Their levels are either kept or dequantized.
 
 A level ``q`` stands for the weight ``scale * (q - zero_point)``. An int32 holds p levels of
-``32 / p`` bits, the first in the lowest bits. An unsigned level is the signed level plus the middle
-of the range. Tensors of a linear layer, by layout:
+``32 / p`` bits. The first level has the lowest bits. An unsigned level is the signed level plus the
+middle of the range. The tensors of a linear layer depend on the layout:
 
-* GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the
-  outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the
-  zero point minus one, except in the second format, which configs call ``gptq_v2`` or do not name.
-* AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the
-  order 0, 2, 4, 6, 1, 3, 5, 7.
-* compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale``
-  [out, groups]; ``weight_zero_point`` [out / p, groups], along the outputs; ``weight_g_idx`` [in].
-  int-quantized: ``weight`` [out, in] of signed bytes.
-* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``. Both are factors: one number,
-  [out, 1], or one for each block of a config's size [out / rows, in / columns], rounded up.
-* NVFP4: two levels per byte [out, in / 2], the first in the low half; ``weight_scale``
-  [out, in / 16] of FP8; and for the whole weight ``weight_scale_2`` (ModelOpt), a factor, or
-  ``weight_global_scale`` (compressed-tensors), a divisor.
-* MXFP4 of gpt-oss, for all experts: ``NAME_blocks`` [experts, out, in / 32, 16], levels as in
-  NVFP4; ``NAME_scales`` [experts, out, in / 32], powers of two, stored as their exponents plus 127.
+* GPTQ has ``qweight`` [in / p, out] (packed along the inputs), ``qzeros`` [groups, out / p] (packed
+  along the outputs), ``scales`` [groups, out], and ``g_idx`` [in] (the group of each input).
+  ``qzeros`` holds the zero point minus one, except in the second format, which configs call
+  ``gptq_v2`` or do not name.
+* AWQ (gemm) has ``scales`` [groups, out], ``qweight`` [in, out / 8] and ``qzeros``
+  [groups, out / 8]. The last two are packed along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7.
+* compressed-tensors in the format pack-quantized has ``weight_packed`` [out, in / p],
+  ``weight_scale`` [out, groups], ``weight_zero_point`` [out / p, groups] (packed along the
+  outputs), and ``weight_g_idx`` [in]. The format int-quantized has ``weight`` [out, in] of signed
+  bytes instead of ``weight_packed``.
+* FP8 has ``weight`` [out, in] and a factor, which is called ``weight_scale`` or
+  ``weight_scale_inv``. The factor is one number, one for each output [out, 1], or one for each
+  block [out / rows, in / columns] (rounded up), whose size is in the config.
+* NVFP4 has two levels in each byte [out, in / 2] (the first in the low half), and ``weight_scale``
+  [out, in / 16] of FP8. The whole weight has a factor (``weight_scale_2`` of ModelOpt) or a divisor
+  (``weight_global_scale`` of compressed-tensors).
+* MXFP4 of gpt-oss has two tensors for all experts of a layer. ``NAME_blocks``
+  [experts, out, in / 32, 16] holds levels as in NVFP4. ``NAME_scales`` [experts, out, in / 32]
+  holds powers of two, which are stored as their exponents plus 127.
 """
 
 from collections.abc import Mapping
@@ -46,7 +50,7 @@ _PARTS = {
     FLOATS: ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     NVFP4: ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"),
 }
-"""Suffixes of the tensors that replace a weight, by the layout."""
+"""For each layout, the suffixes of the tensors that replace a weight."""
 _OF_ACTIVATIONS = frozenset(
     f"{of}_{part}"
     for of in ("input", "activation", "output", "q", "k", "v")
@@ -54,7 +58,7 @@ _OF_ACTIVATIONS = frozenset(
 )
 """Suffixes of tensors for activations and caches, which are ignored."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column of each of the 8 levels in an int32, from the lowest bits on."""
+"""Columns of the 8 levels in an int32. The first level has the lowest bits."""
 _SMALL = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 """8-bit types of scales."""
 
@@ -148,8 +152,8 @@ class PackedTensor:
     Attributes:
         shape: [out, in].
         dtype: Element type of the dequantized weight.
-        quantization: The quantization that keeps the levels of this tensor alone; None if the
-            levels of all linear weights are kept, or none are kept.
+        quantization: The quantization that keeps the levels of this tensor alone. It is None if
+            either all linear weights or none of them keep their levels.
 
     Raises:
         EESDError: A tensor is missing or has another shape.
@@ -173,7 +177,7 @@ class PackedTensor:
         self.shape = self._shape()
 
     def _part(self, *names: str) -> CheckpointTensor:
-        """The tensor with one of these suffixes."""
+        """Return the tensor with one of these suffixes."""
         found = next((name for name in names if name in self._parts), None)
         if found is None:
             missing = next(
@@ -197,7 +201,7 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors in the checkpoint."""
+        """Number of bytes that its tensors have in the checkpoint."""
         return sum(part.nbytes for part in self._parts.values())
 
     def head(self) -> bytes:
@@ -205,7 +209,7 @@ class PackedTensor:
         return self._levels_part.head() + self._scales_part.head()
 
     def rows(self, order: NDArray[np.int64]) -> "PackedTensor":
-        """Rows of the weight for some outputs, in this order."""
+        """Return the rows of the weight for these outputs, in this order."""
         found = copy(self)
         found._order = order if self._order is None else self._order[order]
         found.shape = (len(order), self.shape[1])
@@ -242,8 +246,8 @@ class PackedTensor:
         return Quantized(pack(transposed(levels.T[order]), self._packing.bits), scales, zeros)
 
     def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
-        """Levels [in, out] as bytes, and scales and zero points [in / block, out] for each block of
-        inputs."""
+        """Return the levels [in, out] as bytes, and the scales and zero points of all blocks (each
+        [in / block, out])."""
         raise NotImplementedError
 
 
@@ -309,7 +313,7 @@ class PackedIntegers(PackedTensor):
         return int(given[1])
 
     def _group_index(self, inputs: int, group: int) -> NDArray[np.int32] | None:
-        """The group [in] of each input; None if groups are consecutive."""
+        """Return the group of each input [in], or None if groups are consecutive."""
         part = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if part is None:
             return None
@@ -348,8 +352,8 @@ class PackedIntegers(PackedTensor):
         return levels, scales.repeat(repeat, 0), None if zeros is None else zeros.repeat(repeat, 0)
 
     def _grouped(self) -> tuple[Bytes, Array, Bytes | None]:
-        """Levels [in, out], scales and zero points [groups, out]. Without zero points, levels are
-        in two's complement."""
+        """Return the levels [in, out], and the scales and zero points (each [groups, out]). If
+        there are no zero points, the levels are in two's complement."""
         layout = self._packing.layout
         bits = self._packing.bits
         inputs = self.shape[1]
@@ -379,8 +383,8 @@ class PackedIntegers(PackedTensor):
         return levels, scales, zeros
 
     def _zeros(self, outputs: int) -> Bytes | None:
-        """The zero points [groups, out] of unsigned levels; None for a symmetric weight, after a
-        check that all are the middle of the range."""
+        """Return the zero points [groups, out] of unsigned levels. For a symmetric weight, check
+        that every zero point is the middle of the range, and return None."""
         layout = self._packing.layout
         bits = self._packing.bits
         middle = 1 << (bits - 1)
@@ -530,7 +534,7 @@ class PackedMxfp4(PackedTensor):
         return quantization == MXFP4
 
     def _scales(self) -> NDArray[np.float32]:
-        """The scales [out, in / 32]; NaN for an exponent of 255."""
+        """Return the scales [out, in / 32]. The exponent 255 stands for NaN."""
         exponents = self._scales_part.read_bytes().astype(np.int32).reshape(self._scales_part.shape)
         scales = np.ldexp(np.float32(1), exponents - 127)
         return np.where(exponents == 255, np.float32(np.nan), scales).astype(np.float32)
@@ -552,7 +556,7 @@ _CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}
 
 
 def _scale_values(part: CheckpointTensor) -> NDArray[np.float32]:
-    """The values of scales, which may be 8-bit, in float32."""
+    """Return the values of scales in float32. The stored scales may have 8 bits."""
     small = _SMALL.get(part.stored)
     if small is None:
         return to_float32(part.read())
@@ -560,12 +564,13 @@ def _scale_values(part: CheckpointTensor) -> NDArray[np.float32]:
 
 
 def _fields(words: Bytes, bits: int) -> Bytes:
-    """The values of little-endian integers, from the lowest bits on, as bytes."""
+    """Return the values that are packed in little-endian integers, one byte each. The first value
+    has the lowest bits."""
     return words if bits == 8 else fields(words)
 
 
 def _awq_order(words: Bytes) -> Bytes:
-    """The values of little-endian int32 in AWQ's order, as bytes."""
+    """Return the values that are packed in little-endian int32 in AWQ's order, one byte each."""
     values = np.empty((len(words) // 4, 8), np.uint8)
     values[:, _AWQ_ORDER] = fields(words).reshape(-1, 8)
     return values.reshape(-1)

@@ -83,8 +83,8 @@ _NO_EFFECT = frozenset(
         *("use_cuda_fp16", "use_exllama", "version"),
     )
 )
-"""Fields about the search for levels, the software that uses the levels, other quantized parts, or
-the layers that have levels, which the tensors also show."""
+"""Fields without effect here. They concern the search for levels, the software that uses the
+levels, other quantized parts, or the layers that have levels (which the tensors also show)."""
 _FORMATS = {
     ("int", 4, "pack-quantized"): WORDS,
     ("int", 8, "pack-quantized"): WORDS,
@@ -94,7 +94,7 @@ _FORMATS = {
     ("float", 8, "naive-quantized"): FLOATS,
     ("float", 4, "nvfp4-pack-quantized"): NVFP4,
 }
-"""Layouts of compressed-tensors by type, bits and format of the weights."""
+"""Layouts of compressed-tensors, by the type, the number of bits and the format of the weights."""
 _ALGORITHMS = {
     "FP8": FLOATS,
     "FP8_PER_CHANNEL_PER_TOKEN": FLOATS,
@@ -111,7 +111,8 @@ class Packing:
     Attributes:
         layout: One of the layouts above.
         bits: 4 or 8.
-        group: Number of consecutive inputs that share a scale; None for all inputs of an output.
+        group: Number of consecutive inputs that share a scale, or None if all inputs of an output
+            share one.
         symmetric: Whether weights have no zero points, or every zero point is the middle of the
             range.
         offset: Number to add to a stored zero point.
@@ -131,14 +132,14 @@ class Packing:
 
     @property
     def kind(self) -> str:
-        """Element type of the levels. Engines do not support ``uint8``; they support NVFP4 only if
+        """Element type of the levels. Engines do not support ``uint8``. They support NVFP4 only if
         its factor is a power of two, and MXFP4 only in single tensors."""
         integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
         return {FLOATS: FP8, NVFP4: NVFP4, OF_EXPERTS: OF_EXPERTS}.get(self.layout, integers)
 
     def quantization(self, widths: set[int]) -> Quantization | None:
-        """The quantization of an engine directory with these levels; None if engines do not support
-        it. A scale may be repeated for several blocks.
+        """Return the quantization of an engine directory with these levels, or None if engines do
+        not support it. A scale may be repeated for several blocks.
 
         Args:
             widths: The input sizes of all quantized weights.
@@ -175,7 +176,7 @@ def read_packing(raw: Any) -> Packing:
 
 
 def _group(fields: Fields, default: int | None) -> int | None:
-    """``group_size``; None for all inputs."""
+    """Return ``group_size``, or None if a group has all inputs."""
     group = fields.take("group_size", default)
     if group is None:
         return None
@@ -235,8 +236,8 @@ def _awq(fields: Fields) -> Packing:
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int | None]:
-    """Numbers of outputs and inputs that share a scale; 1 and None if each output, or the whole
-    weight, has one scale."""
+    """Return the numbers of outputs and inputs that share a scale. The result is 1 and None if each
+    output has one scale, or if the whole weight has one."""
     block = fields.take(name, None)
     if block is None:
         return 1, None

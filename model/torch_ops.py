@@ -1,5 +1,5 @@
-"""The operations of the model in torch, over static KV caches: for training, checking and the torch
-engine.
+"""The operations of the model in torch, over static KV caches. Training, checks and the torch
+engine use them.
 
 Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values
 of its ``n`` new tokens at ``write_indices``, and attention sees all S slots through an additive
@@ -52,12 +52,13 @@ from eesd.common.weights import INPUTS, split_side
 
 EVEN_ROWS = 4
 """On the CPU, torch's float32 products add in a different order unless the number of rows is a
-multiple of this. So rows are repeated if bits must not depend on other tokens."""
+multiple of this. So rows are repeated if the bits of a result must not depend on the other
+tokens."""
 KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 Add = Callable[[Tensor], Tensor]
-"""Adds the partial sums of all ranks, in rank order, given this rank's partial sum. Each rank gets
-the sum."""
+"""A function of this rank's partial sum. It adds the partial sums of all ranks in rank order, and
+returns the total on each rank."""
 
 
 @dataclass
@@ -65,27 +66,28 @@ class Inputs:
     """The inputs of a pass that all layers share.
 
     Attributes:
-        cos: Rotary table [S, D/2]; [S, D] with a second table beside it if sliding layers have
-            their own.
+        cos: Rotary table [S, D/2]. If sliding layers have a separate table, its columns follow
+            ([S, D] in all).
         sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens use the next
             slots.
-        attn_mask: Additive mask [B, 1, n, S]: 0 if a token sees a slot, -30000 if not. Kernels that
-            derive the mask use only its shape.
-        logit_rows: Indices [R], out of n, of the tokens for which the verify graph computes logits;
-            the same in every sequence. None for all tokens.
-        tree: For kernels that derive the mask, if the tokens may form a tree: a number of first
-            slots [B] that every token sees, and a table [B, n, width] of the following slots, 1
-            where a token sees the slot. None if each token sees the slots up to its own.
-        whole: Whether the pass has whole sequences from their first tokens on, in which each token
-            sees the tokens up to itself. It then uses neither caches nor a mask, and GPUs have fast
-            kernels for this attention.
-        near: The same inputs for sliding layers, made by the first call of :meth:`within`.
-        query_mask: The mask with a row for each query of a KV head, made by the first call of
-            :meth:`folded`.
-        ancestors: Slots [B, n] of each token's ancestors, from its parent on, as far as layers have
-            needed them.
+        attn_mask: Additive mask [B, 1, n, S]. A value is 0 if the token sees the slot, and -30000
+            if it does not. Kernels that derive the mask use only its shape.
+        logit_rows: Indices [R] (from 0 to n - 1) of the tokens for which the verify graph computes
+            logits. They are the same in every sequence. None stands for all tokens.
+        tree: Describes the tree for kernels that derive the mask, if the tokens may form a tree. It
+            consists of the number of first slots that every token sees [B], and of a table
+            [B, n, width] of the following slots, which is 1 where a token sees the slot. It is None
+            if each token sees all slots up to the token's slot.
+        whole: Whether the pass runs whole sequences from their first tokens on. Each token then
+            sees the tokens up to itself, and the pass uses neither caches nor a mask. GPUs have
+            fast kernels for this attention.
+        near: The same inputs for sliding layers. The first call of :meth:`within` sets them.
+        query_mask: The mask with a row for each query of a KV head. The first call of
+            :meth:`folded` sets it.
+        ancestors: The slots [B, n] of each token's ancestors, beginning with its parent. Ancestors
+            are added when a layer needs them.
     """
 
     cos: Tensor
@@ -101,12 +103,12 @@ class Inputs:
     ancestors: list[Tensor] = field(default_factory=list, repr=False)
 
     def anew(self) -> "Inputs":
-        """These inputs without the values that layers have derived from them."""
+        """Return these inputs without the values that layers have derived from them."""
         return replace(self, near=None, query_mask=None, ancestors=[])
 
     def within(self, window: int) -> "Inputs":
-        """These inputs for layers whose tokens see ``window`` tokens, including themselves. They
-        are made once, and kept in ``near``.
+        """Return these inputs for layers whose tokens see ``window`` tokens, including themselves.
+        The first call makes them and keeps them in ``near``.
 
         A round's uncommitted slots are within the window of each of its nodes, because the window
         is longer than a round. So a slot's number can serve as its position, even in a tree.
@@ -118,9 +120,9 @@ class Inputs:
         return self.near
 
     def folded(self, group: int) -> Tensor:
-        """The mask [B, 1, group n, S] of layers that fold the ``group`` query heads of a KV head
-        into its queries, [B, KV, group n, D]. It is made once. Such attention reads each cache only
-        once.
+        """Return the mask [B, 1, group n, S] for layers that fold query heads. Such layers treat
+        the ``group`` query heads of a KV head as more queries [B, KV, group n, D], so attention
+        reads each cache only once. The first call makes the mask.
         """
         if self.query_mask is None:
             self.query_mask = self.attn_mask.repeat(1, 1, group, 1)
@@ -133,7 +135,7 @@ class Inputs:
 
 
 def numbers(x: Tensor, axis: int) -> Tensor:
-    """0, 1, ... along an axis of a tensor, int64."""
+    """Return the numbers 0, 1, ... (int64), one for each index of an axis of a tensor."""
     return torch.arange(x.shape[axis], device=x.device)
 
 
@@ -143,8 +145,8 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
-    """Apply the rotary embedding to x [B, H, n, D]: the embedding of sliding layers if ``local``.
-    Values of the two halves of D rotate in pairs."""
+    """Apply the rotary embedding to x [B, H, n, D]. ``local`` chooses the embedding of sliding
+    layers. Each value of the first half of D rotates with a value of the second half."""
     half = x.shape[-1] // 2
     columns = slice(-half, None) if local else slice(0, half)
     tables = (table[:, columns] for table in (inputs.cos, inputs.sin))
@@ -248,7 +250,8 @@ class TorchOperations:
         module: Returns a module by its name in the description.
         inputs: The inputs of the pass; None if no operation needs other tokens.
         caches: The caches by their indices. Operations replace them by the written caches.
-        add_ranks: Adds the partial sums of all ranks; None if one process has all weights.
+        add_ranks: A function that adds the partial sums of all ranks, or None if one process has
+            all weights.
         wide: Whether logits without a cap become float32.
     """
 
@@ -312,12 +315,14 @@ class TorchOperations:
         return self.add(residual, y, name) if residual else y
 
     def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
-        """This rank's part of the outputs of linear layers, side by side."""
+        """Return this rank's part of the outputs of linear layers, joined along the last
+        dimension."""
         outputs = [self.module(layer.name)(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
-        """The activated gate times up; gate and up lie side by side in y."""
+        """Return the activated gate times up. The first half of y is the gate, the second half is
+        up."""
         gate, up = y.chunk(2, -1)
         if activation == "clamped":
             gate = gate.clamp_max(CLAMP)
@@ -344,8 +349,8 @@ class TorchOperations:
         return self.add(residual, y, name) if residual else y
 
     def shares(self, x: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The weights of the experts [B, n, E], in the type of x; 0 for an expert that a token does
-        not use."""
+        """Return the weights of the experts [B, n, E] in the type of x. A weight is 0 if the token
+        does not use the expert."""
         experts = block.geometry.experts
         assert experts is not None
         if experts.choice_bias:  # differences of the sums are too small for 16 bits
@@ -367,8 +372,8 @@ class TorchOperations:
         return torch.zeros_like(scores).scatter(-1, indices, chosen).to(x.dtype)
 
     def _ranks(self, scores: Tensor, experts: Experts, mixture: Mixture) -> Tensor:
-        """The scores by which experts are chosen: with biases, and minus infinity outside of the
-        groups that a token uses."""
+        """Return the scores by which experts are chosen. They include the biases, and are minus
+        infinity outside of the groups that a token uses."""
         if mixture.bias:
             scores = scores + self.weight(mixture.bias, experts.count)
         if experts.groups == 1:
@@ -380,7 +385,7 @@ class TorchOperations:
         return apart.masked_fill(left_out, -torch.inf).flatten(-2)
 
     def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The weighted sum of the experts, each of which runs on all tokens.
+        """Return the weighted sum of the experts. Each expert runs on all tokens.
 
         For tokens that do not use an expert, its inputs are 0, so its outputs are 0 and never
         exceed the range of the type.
@@ -391,7 +396,7 @@ class TorchOperations:
         return y
 
     def on_chosen(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
-        """The same sum, but each expert runs only on the tokens that use it."""
+        """Return the same sum, but run each expert only on the tokens that use it."""
         given = x.flatten(0, -2)
         shares = shares.flatten(0, -2)
         y = torch.zeros_like(given)
@@ -408,7 +413,8 @@ class TorchOperations:
         return self.linear(gated, [down])
 
     def add(self, residual: Sequence[Tensor], y: Tensor, name: str) -> Tensor:
-        """The sum of the first residual, y, and the other residuals, in this order."""
+        """Return the sum of the first residual, y and the other residuals. They are added in this
+        order."""
         return reduce(torch.add, residual[1:], residual[0] + y)
 
     def split(self, x: Tensor, sizes: Sequence[int], names: Sequence[str]) -> Sequence[Tensor]:
@@ -423,7 +429,7 @@ class TorchOperations:
         return torch.cat(found, -1)
 
     def _latent_attention(self, qkv: Tensor, block: Block, latent: Latent, attends: bool) -> Tensor:
-        """Attention to the rows in the caches."""
+        """Compute attention to the rows in the caches."""
         geometry = block.geometry
         inputs = self._inputs()
         counts = [geometry.num_heads] * attends + [1]
@@ -486,7 +492,7 @@ class TorchOperations:
         self._write(block.cache, keys, values)
 
     def _as_cached(self, x: Tensor, block: Block) -> Tensor:
-        """Keys or values [B, heads, n, D] of a block, in the shape of the caches."""
+        """Return keys or values [B, heads, n, D] of a block in the shape of the caches."""
         whole = self.model.geometry
         batch, heads, count, size = x.shape
         apart = x.reshape(batch, heads, count, size // whole.head_dim, whole.head_dim)
@@ -494,13 +500,13 @@ class TorchOperations:
         return pad(apart.transpose(2, 3).flatten(1, 2), (0, 0, 0, 0, 0, spare))
 
     def _units(self, block: Block) -> int:
-        """The number of a cache's heads that a block uses."""
+        """Return the number of a cache's heads that a block uses."""
         own = block.geometry
         return own.num_kv_heads * own.head_dim // self.model.geometry.head_dim
 
     def _as_heads(self, cache: Tensor, block: Block) -> Tensor:
-        """Keys or values of a cache, in the block's shape [B, heads, S, D]. It is a copy if one of
-        the block's heads takes the place of several cache heads."""
+        """Return keys or values of a cache in the block's shape [B, heads, S, D]. The result is a
+        copy if one of the block's heads takes the place of several cache heads."""
         own = block.geometry
         used = cache[:, : self._units(block)]
         if own.head_dim == cache.shape[3]:
@@ -510,7 +516,7 @@ class TorchOperations:
         return apart.transpose(2, 3).flatten(3)
 
     def _turned(self, x: Tensor, block: Block, norm: str, inputs: Inputs) -> Tensor:
-        """Queries or keys x [B, heads, n, D], normalized and rotated."""
+        """Return the queries or keys x [B, heads, n, D], normalized and rotated."""
         geometry = block.geometry
         own = block.norm(f"self_attn.{norm}")
         if geometry.qk_norm and not geometry.qk_norm_rotated:
@@ -520,8 +526,8 @@ class TorchOperations:
         return self.norm(x, own) if geometry.qk_norm_rotated else x
 
     def _inputs(self, block: Block | None = None) -> Inputs:
-        """The inputs of a block. A block of EAGLE-3 has its own tables, and a mask that hides the
-        first slot from all tokens except the first."""
+        """Return the inputs of a block. A block of EAGLE-3 has separate rotary tables, and a mask
+        that hides the first slot from all tokens except the first."""
         inputs = self.inputs
         assert inputs is not None
         if block is None or block.eagle is None:
@@ -546,7 +552,8 @@ class TorchOperations:
         return x
 
     def _write_states(self, x: Tensor, indices: range) -> None:
-        """Write states into caches: the keys, then the values, of each cache in turn."""
+        """Write states into caches. They fill the keys of the first cache, then its values, then
+        the next cache."""
         geometry = self.model.geometry
         whole = pad(x, (0, len(indices) * self.model.state_width - x.shape[2]))
         heads = whole.view(*x.shape[:2], -1, geometry.head_dim).transpose(1, 2)
@@ -555,7 +562,7 @@ class TorchOperations:
             self._write(index, keys, values)
 
     def convolution(self, x: Tensor, block: Block, name: str) -> Tensor:
-        """The sum in float32, beginning with the earliest token."""
+        """The sum is computed in float32 and begins with the earliest token."""
         gate, gate_behind, given = x.chunk(3, -1)
         state = gate * given
         taps = block.geometry.taps
@@ -564,8 +571,8 @@ class TorchOperations:
         return gate_behind * self._convolved(state, block, TAPS, taps).to(x.dtype)
 
     def _convolved(self, state: Tensor, block: Block, name: str, taps: int) -> Tensor:
-        """The sums [B, n, columns] in float32 of a convolution over states, which the caches must
-        already hold, unless the pass has whole sequences."""
+        """Return the sums [B, n, columns] (float32) of a convolution over states. The caches must
+        already hold the states, unless the pass has whole sequences."""
         columns = state.shape[2]
         weights = self.module(f"{block.prefix}{name}").weight[:, 0].float()
         total = torch.zeros_like(state, dtype=torch.float32)
@@ -585,7 +592,7 @@ class TorchOperations:
         """States and outputs are computed in float32.
 
         Torch's float32 exponentials depend on an element's place in memory. Its float64
-        exponentials, when rounded, rarely do.
+        exponentials rarely do after rounding.
         """
         rule = block.geometry.delta
         assert rule is not None
@@ -658,7 +665,7 @@ class TorchOperations:
         return torch.cat(found, 2).transpose(1, 2)
 
     def carry_state(self, name: str) -> Tensor:
-        """Returns [B, 1, 2 KV D]; zeros if there is no token before."""
+        """Returns [B, 1, 2 KV D]. The state is zero if there is no token before."""
         inputs = self._inputs()
         [index] = self.model.state_caches
         count = inputs.position_ids.shape[1]
@@ -674,7 +681,8 @@ class TorchOperations:
         return self._read_states(self._ancestors(1), self.model.state_caches, size)
 
     def _read_states(self, slots: Tensor, indices: range, size: int) -> Tensor:
-        """The first ``size`` numbers of the states in slots [B, n] of caches; zeros for -1."""
+        """Return the first ``size`` numbers of the states in slots [B, n] of caches. The result is
+        zero for slot -1."""
         indices = indices[: self.model.geometry.caches_for(size)]
         caches = [part for index in indices for part in self.caches[index]]
         found = torch.cat([_read(part, slots.clamp_min(0)) for part in caches], 1)
@@ -682,7 +690,8 @@ class TorchOperations:
         return torch.where((slots >= 0)[..., None], states, 0)
 
     def _ancestors(self, distance: int) -> Tensor:
-        """The slots [B, n] of each token's ancestor at this distance; -1 if there is none."""
+        """Return the slots [B, n] of each token's ancestor at this distance, or -1 if there is
+        none."""
         inputs = self._inputs()
         slots = numbers(self._inputs().attn_mask, 3)
         found = inputs.ancestors
@@ -704,7 +713,7 @@ class TorchOperations:
 
 
 def _near_shares(logits: Tensor, indices: Tensor, margin: float) -> Tensor:
-    """The shares [..., k] of sparsemixer."""
+    """Return the shares [..., k] that sparsemixer gives the chosen experts."""
     left = logits
     shares = list[Tensor]()
     for index in torch.split(indices, 1, -1):
@@ -733,8 +742,8 @@ class _Deltas:
     logs: Tensor
 
     def scores(self, rows: Tensor, keys: Tensor, decays: Tensor) -> Tensor:
-        """Products of queries or keys with keys [B, key heads, key_dim, S], times their decays
-        [B, value heads, n, S]."""
+        """Return the products of queries or keys with ``keys`` [B, key heads, key_dim, S],
+        multiplied by the decays [B, value heads, n, S]."""
         group = decays.shape[1] // keys.shape[1]
         products = rows.transpose(1, 2) @ keys
         return products.repeat_interleave(group, 1) * decays
@@ -746,6 +755,7 @@ def _heads(x: Tensor, size: int) -> Tensor:
 
 
 def _read(cache: Tensor, slots: Tensor) -> Tensor:
-    """The values [B, KV, n, D] in slots [B, n] of a cache [B, KV, S, D]."""
+    """Return the values [B, KV, n, D] that a cache [B, KV, S, D] holds in the given slots
+    [B, n]."""
     at = slots[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
     return torch.gather(cache, 2, at)
