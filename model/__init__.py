@@ -1,2 +1,2 @@
-"""The torch modules (decoder, exit head, draft and verify modules), and the reader of Hugging Face
-checkpoints."""
+"""The model in torch (the decoder, the exit head, and the draft and verify modules), and the code
+that reads Hugging Face checkpoints."""

@@ -1,4 +1,4 @@
-"""Open checkpoints: their configuration, and their tensors by name. A tensor is read only on
+"""Open checkpoints. A checkpoint has a configuration and tensors, each of which is read only on
 demand."""
 
 import hashlib
@@ -38,7 +38,7 @@ from eesd.model.text_part import text_tensors
 
 
 class Checkpoint:
-    """A Hugging Face model directory with safetensors weights, in one file or in shards, or a GGUF
+    """A Hugging Face model directory with safetensors weights (in one file or in shards), or a GGUF
     file.
 
     Opening it reads ``config.json`` and the headers of the weight files, and checks the shapes.
@@ -49,11 +49,12 @@ class Checkpoint:
     Attributes:
         path: The model directory or the GGUF file.
         config: Configuration of the whole checkpoint.
-        geometry: Geometry of the layers in use: all, or those kept by :meth:`first_layers`.
+        geometry: Geometry of the layers in use. These are all layers, or the layers that
+            :meth:`first_layers` kept.
         tensors: Every tensor of the weight files, by name.
 
     Raises:
-        EESDError: This is not a supported checkpoint, or it is incomplete or damaged.
+        EESDError: The checkpoint is incomplete, damaged or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,8 +72,8 @@ class Checkpoint:
         self.geometry = geometry
 
     def _tie(self) -> bool:
-        """Whether embeddings and LM head are one tensor according to the config. If only one tensor
-        is stored, it is used for both.
+        """Whether the embeddings and the LM head are one tensor according to the config. If only
+        one tensor is stored, it is used for both.
 
         If both are stored and differ, the config is wrong. Then both are used, as in transformers.
         """
@@ -102,7 +103,8 @@ class Checkpoint:
             _ = tensor.dtype  # raises for unreadable types
 
     def _notices(self, geometry: Geometry) -> list[str]:
-        """A sentence about tensors that the architecture does not use."""
+        """Return a sentence about the tensors that the architecture does not use, if there are
+        any."""
         unused = sorted(self.tensors.keys() - model_shapes(geometry).keys())
         if any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values()):
             biases = {name: self.tensors[name] for name in unused if name.endswith("_proj.bias")}
@@ -127,17 +129,17 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Element type of the checkpoint, such as ``bfloat16``: the config's, or that of the
-        embeddings."""
+        """Element type of the checkpoint, such as ``bfloat16``. If the config does not have it, it
+        is the type of the embeddings."""
         return self.config.dtype or self.tensors[EMBEDDINGS].dtype
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization that keeps the levels of the layers' linear weights; None if they have
-        no levels.
+        """The quantization that keeps the levels of the layers' linear weights, or None if these
+        weights have no levels.
 
-        Also None if only some weights have levels, or if engines do not support these levels. Then
-        all weights are dequantized when they are read.
+        It is also None if only some of these weights have levels, or if engines do not support the
+        levels. All weights are then dequantized when they are read.
         """
         if self.config.packing is None:
             return None
@@ -152,10 +154,11 @@ class Checkpoint:
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
-        """The quantizations that keep the levels of single tensors, by the names of these tensors:
-        those of a GGUF file, or MXFP4 experts.
+        """The quantizations that keep the levels of single tensors, by the names of these tensors.
+        Such tensors are in GGUF files, or are experts in MXFP4.
 
-        The embedding table gets 8-bit levels, the only ones whose rows ONNX Runtime can gather.
+        The embedding table gets 8-bit levels, because ONNX Runtime cannot gather rows of other
+        levels.
         """
         tensors = {name: self.tensors[name] for name in model_shapes(self.geometry)}
         own = {
@@ -174,7 +177,8 @@ class Checkpoint:
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
 
-        The fingerprint stays that of the whole model, so exit heads trained for it fit.
+        The fingerprint is still the whole model's, so exit heads that were trained for the model
+        fit.
 
         Raises:
             EESDError: ``count`` is not between 2 and the number of layers.
@@ -190,8 +194,8 @@ class Checkpoint:
         return reduced
 
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, type and first kilobyte of every tensor, independent of the
-        sharding."""
+        """Return the SHA-256 of the name, the shape, the type and the first kilobyte of every
+        tensor. It does not depend on the sharding."""
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
@@ -206,7 +210,7 @@ class Checkpoint:
 
 
 def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
-    """Configuration and tensors of a Hugging Face model directory."""
+    """Return the configuration and the tensors of a Hugging Face model directory."""
     if not directory.is_dir():
         raise EESDError(
             f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file."
@@ -221,14 +225,14 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
 
 
 def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
-    """Configuration and tensors of a GGUF file."""
+    """Return the configuration and the tensors of a GGUF file."""
     file = read_gguf(path)
     fields = config_fields(file)
     return parse_config(Fields(fields), path), dict(model_tensors(file, fields))
 
 
 def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Tensors:
-    """The tensors with the names, shapes and values that the decoder expects."""
+    """Return the tensors with the names, shapes and values that the decoder expects."""
     family = config.family
     geometry = config.geometry
     make = family.tensors
@@ -252,8 +256,8 @@ def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
 
 
 def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
-    """The tensors in a directory's safetensors files. If several files have a tensor, the index
-    decides.
+    """Return the tensors in a directory's safetensors files. If several files have the same tensor,
+    the index says which file to use.
 
     Raises:
         EESDError: A file is missing, damaged or in another format, or the index does not decide

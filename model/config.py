@@ -27,7 +27,7 @@ from eesd.model.rope_config import read_rope
 from eesd.model.text_part import text_fields
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""File in which ModelOpt describes the quantization, if ``config.json`` does not."""
+"""ModelOpt describes the quantization in this file if ``config.json`` does not describe it."""
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 _READ = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "additional_chat_templates/*")
 """Files of a model directory, besides its weights, that EESD or transformers read."""
@@ -87,8 +87,8 @@ REFUSED = {
     "per_layer_config": "layers of different shapes are not supported",
     "transformers_weights": "rename the weights to model.safetensors and remove the field",
 }
-"""Fields that change which weights are used, or how they are used, with the reason for refusing
-them."""
+"""Fields that change which weights are used or how they are used. Each has the reason for refusing
+it."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,14 @@ class ModelConfig:
         max_positions: Number of positions that the model supports.
         dtype: Element type of the checkpoint, such as ``bfloat16``. None if it is not in the
             config.
-        bos_token_id: Token that begins a text; None if the model has none.
+        bos_token_id: Token that begins a text, or None if the model has no such token.
         eos_token_ids: Tokens that end a text.
         notices: Sentences about ignored fields. The export shows them.
-        packing: Storage of quantized weights; None if there are none.
-        divided: Divisors of tensors, applied when they are read, by the tensors' names.
-        values: Values of tensors that are not stored, by the tensors' names.
-        whole: Class of the multi-part model whose text model this is; empty for a text model.
+        packing: Storage of quantized weights, or None if no weight is quantized.
+        divided: Divisors of tensors, by the tensors' names. A tensor is divided when it is read.
+        values: Values of tensors that are not in the files, by the tensors' names.
+        whole: If this is the text model of a model with several parts, the class of that model. It
+            is empty for a plain text model.
         sampling: Sampling options of ``generation_config.json`` or, without that file, of
             ``config.json``.
     """
@@ -130,8 +131,8 @@ def load_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and ``generation_config.json`` of a model directory.
 
     Raises:
-        EESDError: A file is missing or damaged, a link leads nowhere, or the decoder does not
-            implement the architecture or one of its options.
+        EESDError: A file is missing or damaged, a link is broken, or the decoder does not implement
+            the architecture or one of its options.
     """
     for file in sorted(path for pattern in _READ for path in model_dir.glob(pattern)):
         if not file.exists():  # transformers would treat the file as absent
@@ -173,7 +174,7 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
 
     Args:
         fields: The fields.
-        path: The file of the fields, for messages.
+        path: The file that has the fields. Messages name it.
 
     Raises:
         EESDError: A field is missing or damaged, or the decoder does not implement the architecture
@@ -190,8 +191,8 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
 
 
 def _family(fields: Fields) -> Family:
-    """The family. ``model_type`` and ``architectures`` must agree on it, although transformers uses
-    ``model_type`` alone."""
+    """Return the family. The fields ``model_type`` and ``architectures`` must name the same family,
+    although transformers uses ``model_type`` alone."""
     names = fields.take("architectures", None)
     model_type = fields.text("model_type")
     if names is not None and not (
@@ -294,7 +295,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[str]:
-    """Sentences about the fields that were not read, including those of ``quantization_config``."""
+    """Return sentences about the fields that were not read, including the fields of
+    ``quantization_config``."""
     without_windows = set() if fields.raw.get("use_sliding_window") else {"max_window_layers"}
     left = [name for name in fields.left if name not in NO_EFFECT | without_windows]
     foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]

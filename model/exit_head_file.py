@@ -1,5 +1,5 @@
-"""The files of an exit head: ``exit_head.safetensors``, and ``exit_head.json``, which ties it to
-the base model by a fingerprint."""
+"""The files of an exit head are ``exit_head.safetensors`` and ``exit_head.json``. The JSON file has
+the fingerprint of the base model."""
 
 import json
 from dataclasses import asdict, replace
@@ -29,8 +29,8 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
 
     Args:
         directory: Directory of the head.
-        base: Fingerprint of the base model. None if the weights, and so the fingerprint, are not
-            available: a head of any model is accepted.
+        base: Fingerprint of the base model. It is None if the weights are not available, because
+            there is no fingerprint without them. A head of any model is then accepted.
 
     Raises:
         EESDError: The file is missing or damaged, or the head was trained for another base model.

@@ -1,4 +1,4 @@
-"""Families: the differences between model types of transformers.
+"""A family describes how a model type of transformers differs from other model types.
 
 A family is a file of ``families/``. It lists the fields of its ``config.json`` with their defaults,
 the parts of the decoder that they choose (:class:`~eesd.common.geometry.Geometry`), and the
@@ -93,8 +93,8 @@ class Own(NamedTuple):
 
     Attributes:
         parts: Values of the geometry that differ from Llama's.
-        positions: Number of positions beyond which the decoder's results would differ from those of
-            transformers; None for no limit.
+        positions: Number of positions beyond which the decoder's results would differ from
+            transformers' results, or None if there is no limit.
         notices: Sentences for the user of the checkpoint.
         divided: Divisors of tensors, applied when they are read, by the tensors' names.
         values: Values of tensors that are not stored, by the tensors' names.
@@ -108,8 +108,8 @@ class Own(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes that a family's own fields may depend on: number of layers, size of hidden states,
-    epsilon of norms."""
+    """Sizes that a family's own fields may depend on. They are the number of layers, the size of a
+    hidden state, and the epsilon of norms."""
 
     layers: int
     hidden: int
@@ -131,19 +131,20 @@ class Gguf:
 
     Attributes:
         architecture: Value of ``general.architecture``.
-        names: Module names within a block, as in a Hugging Face checkpoint, if they differ from
-            Llama's.
-        biases: For some flags of ``config.json``, the module of a block that has a bias if the flag
-            is true.
-        fields: Reads metadata that Llama does not have, and returns the fields of ``config.json``
-            for them.
+        names: The names of modules within a block that differ from Llama's. The names are as in a
+            Hugging Face checkpoint.
+        biases: Maps flags of ``config.json`` to modules of a block. The module has a bias if the
+            flag is true.
+        fields: A function that reads the metadata that Llama does not have. It returns the
+            corresponding fields of ``config.json``.
         eps: Key of the epsilon of norms.
-        interleaved: Whether q and k are stored for a rotation of neighbouring rows.
-        tensors: Converts the tensors of a file to the decoder's; None to convert them like the
-            family's other checkpoints.
-        heads_by_layer: Whether files list the KV heads of each layer.
-        key: A metadata key that distinguishes the family's files from another family's; empty if
-            none is needed.
+        interleaved: Whether the stored rows of q and k are ordered for a rotation of neighbouring
+            values.
+        tensors: A function that converts the tensors of a file to the decoder's tensors. With None,
+            they are converted like the tensors of the family's other checkpoints.
+        heads_by_layer: Whether files list the number of KV heads of each layer.
+        key: A metadata key that distinguishes the family's files from the files of another family.
+            It is empty if no key is needed.
     """
 
     architecture: str
@@ -159,34 +160,38 @@ class Gguf:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers: defaults of its fields, and its conversions.
+    """A model type of transformers, with the defaults of its fields and the conversions of its
+    tensors.
 
     Attributes:
         model_type: Name in transformers.
         architecture: Class in transformers.
         positions: Default of ``max_position_embeddings``.
-        kv_heads: Default of ``num_key_value_heads``; None for the number of heads.
+        kv_heads: Default of ``num_key_value_heads``, or None if the default is the number of heads.
         kv_heads_null: Whether null also stands for the number of heads.
         head_name: Name of the field with the size of a head.
-        head_dim: Default of this field; None for hidden_size / num_attention_heads.
+        head_dim: Default of this field, or None if the default is hidden_size /
+            num_attention_heads.
         theta: Default of ``rope_theta``.
         eps_name: Name of the field with the epsilon of norms.
         eps: Default of the epsilon.
         tied: Default of ``tie_word_embeddings``.
-        inner: Default of ``intermediate_size``; ``...`` if required.
+        inner: Default of ``intermediate_size``, or ``...`` if the field is required.
         activation: Name of the field with the activation, and its default.
         ropes: Supported scalings of the rotary embedding.
         rope_names: The family's own names for some scalings.
-        original_positions: Default of ``original_max_position_embeddings``; None if the family has
-            no such field.
+        original_positions: Default of ``original_max_position_embeddings``, or None if the family
+            has no such field.
         activation_names: The decoder's activations by the family's own names.
-        partial_rotary: Default of ``partial_rotary_factor``; None to rotate the whole head.
-        interleaved: Whether neighbouring values of a head rotate together, instead of values of its
-            two halves.
-        rope_fields: Selects the fields of the rotary embedding from the config's.
-        own: Reads the fields that other families do not have.
-        tensors: Converts stored tensors to the decoder's.
-        gguf: Storage in GGUF files; None if not supported, or stored as another family.
+        partial_rotary: Default of ``partial_rotary_factor``, or None if the whole head is rotated.
+        interleaved: Whether neighbouring values of a head rotate in pairs. If not, each value of
+            the first half rotates with a value of the second half.
+        rope_fields: A function that selects the fields of the rotary embedding from the config's
+            fields.
+        own: A function that reads the fields that other families do not have.
+        tensors: A function that converts the stored tensors to the decoder's tensors.
+        gguf: Storage in GGUF files. It is None if such files are not supported, or if they are
+            stored as files of another family.
         published: Class name in configs with custom code, if it differs from the class in
             transformers.
         by_layer: Whether the family reads ``per_layer_config``, which other families refuse.
@@ -226,7 +231,8 @@ LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
-    """Parts of the geometry for ``attention_bias``: biases of q, k, v and o."""
+    """Return the part of the geometry for ``attention_bias``, which adds biases to q, k, v and
+    o."""
     bias = fields.flag("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias}
 
@@ -238,8 +244,8 @@ def rope_or(fields: Fields, default: Mapping[str, Any]) -> Fields:
 
 
 def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str, Any]:
-    """Parts of the geometry for ``sliding_window`` (default: ``window``) and layers of these
-    types."""
+    """Return the parts of the geometry for ``sliding_window`` (default: ``window``) and for layers
+    of these types."""
     window = fields.integer("sliding_window", window, optional=True)
     if "sliding_attention" not in types:
         return {}
@@ -252,7 +258,8 @@ def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str
 
 
 def ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
-    """``rope_parameters`` of a family with separate parameters for each kind of layer."""
+    """Return ``rope_parameters`` of a family that has separate parameters for each kind of
+    layer."""
     found = fields.take("rope_parameters", None)
     if found is not None and not (
         isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())
@@ -289,8 +296,8 @@ def full_rope(fields: Fields, theta: float) -> Fields:
 
 
 def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:
-    """Part of the geometry for the rotary base of layers with a window, if there are any. ``theta``
-    is the default."""
+    """Return the part of the geometry for the rotary base of layers with a window, if there are
+    such layers. ``theta`` is the default."""
     local = Fields({"rope_theta": theta} | ropes_by_kind(fields)["sliding_attention"])
     kind = local.take("rope_type", local.take("type", "default"))
     if not kinds:
@@ -312,8 +319,8 @@ def take_positive(fields: Fields, name: str, default: float | None) -> float:
 
 
 def take_window(fields: Fields, default: int | None = None) -> int | None:
-    """``sliding_window`` of a family with a window in all layers. For texts of up to this length,
-    the window has no effect."""
+    """Return ``sliding_window`` of a family that has a window in all layers. The window has no
+    effect on texts of up to this length."""
     window: int | None = fields.integer("sliding_window", default, optional=True)
     return window
 
@@ -321,13 +328,14 @@ def take_window(fields: Fields, default: int | None = None) -> int | None:
 def take_layer_types(
     fields: Fields, layers: int, known: Iterable[str] = LAYER_TYPES, name: str = "layer_types"
 ) -> list[str] | None:
-    """The field ``name`` with an entry for each layer, all of them ``known``; None if absent."""
+    """Return the field ``name``, which has an entry for each layer, or None if the field is absent.
+    Each entry must be one of ``known``."""
     types = fields.take(name, None)
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"{name} must be a list with an entry for each of the {layers} layers")
-    names = list(known)  # a list, because a damaged file may have entries that cannot be hashed
+    names = list(known)  # a list, because entries of a damaged file may not be hashable
     others = [kind for kind in types if kind not in names]
     if others:
         raise ValueError(f"{name} has {shown(others[0])}; supported are {' and '.join(names)}")
@@ -362,7 +370,7 @@ def _divided(tensor: StoredTensor, number: float) -> ChangedTensor:
 
 
 def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
-    """Some rows of a tensor, read from the same file."""
+    """Return some rows of a tensor. They are read from the same file."""
     if isinstance(tensor, GgufTensor):
         return tensor.rows(start, stop)
     if isinstance(tensor, PackedTensor):
@@ -394,12 +402,12 @@ def gate_and_up(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Tensors:
-    """Reorder the rows of q and k for our rotary tables, if a model rotates only a part of each
-    head, or neighbouring values.
+    """Reorder the rows of q and k for our rotary tables. This is needed if a model rotates only a
+    part of each head, or rotates neighbouring values.
 
     If 2r values of a head are rotated, value i rotates with value i + r or, if ``interleaved``,
     value 2i with value 2i + 1. Each pair is moved to i and i + D / 2, as in a completely rotated
-    head. The values that are not rotated follow in each half, with angles of 0.
+    head. The values that are not rotated follow in each half. Their angles are 0.
     """
     half = geometry.head_dim // 2
     rotated = geometry.rotated or half
@@ -426,7 +434,7 @@ def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Ten
 
 
 def reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> StoredTensor:
-    """Rows of a tensor, in this order."""
+    """Return rows of a tensor in this order."""
     if isinstance(tensor, ChangedTensor):
         shape = (len(order), *tensor.shape[1:])
         return ChangedTensor(tensor, lambda values: values[order], shape)

@@ -1,4 +1,4 @@
-"""Quantized weights in their stored form: levels, scales, zero points and minimums.
+"""The stored form of quantized weights, which consists of levels, scales, zero points and minimums.
 
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], the layout of
 ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight
@@ -22,23 +22,25 @@ _VALUES = {
     FP4: np.concatenate((FP4_LEVELS, -FP4_LEVELS)),
     FP8: np.arange(256).astype(np.uint8).view(FLOAT8).astype(np.float32),
 }
-"""Values of levels by their codes."""
+"""The values of levels. The code of a level is its index."""
 
 
 class Quantized(NamedTuple):
     """A quantized weight.
 
     Attributes:
-        levels: The bytes of a tensor [in, out]. Two 4-bit levels share a byte, the first in the low
-            half.
+        levels: The bytes of a tensor [in, out]. Two 4-bit levels share a byte. The first level is
+            in the low half.
         scales: Scales [in / block, out].
-        zeros: The bytes of the zero points [in / block, out], packed like the levels; None if all
-            are zero.
-        minimums: Minimums [in / block, out] in the type of the scales; None if all are zero.
-        factor: Factor of all scales, []: a power of two, so that nothing is rounded; None for 1.
+        zeros: The bytes of the zero points [in / block, out], packed like the levels. None means
+            that all zero points are 0.
+        minimums: Minimums [in / block, out] in the type of the scales. None means that all minimums
+            are 0.
+        factor: Factor of all scales (a scalar array), or None for 1. It is a power of two, so that
+            nothing is rounded.
 
-    For an embedding table, all arrays are transposed: levels [out, in], scales and minimums
-    [out, in / block].
+    All arrays of an embedding table are transposed. The levels are [out, in], and the scales and
+    minimums are [out, in / block].
     """
 
     levels: Bytes
@@ -49,7 +51,7 @@ class Quantized(NamedTuple):
 
     @property
     def whole_scales(self) -> NDArray[np.float32]:
-        """Scales times factor in float32."""
+        """The scales multiplied by the factor, in float32."""
         scales = to_float32(self.scales)
         return scales if self.factor is None else scales * to_float32(self.factor)
 
@@ -87,7 +89,7 @@ def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits
 
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
-    """A copy of a part of a linear weight: some blocks of some outputs."""
+    """Return a copy of some blocks of some outputs of a linear weight."""
     count, width = weight.scales.shape
     bits = BITS[kind]
     block = len(weight.levels) * 8 // (bits * count * width)
@@ -109,8 +111,8 @@ def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice
 def _packed_part(
     stored: Bytes, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
 ) -> Bytes:
-    """Some rows and columns of a packed tensor, packed. If a column begins within a byte, the
-    tensor is unpacked first."""
+    """Return some rows and columns of a packed tensor. The result is packed, too. If a column
+    begins within a byte, the tensor is unpacked first."""
     step = 8 // bits
     if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
         values = fields(stored)[: shape[0] * shape[1]].reshape(shape)
@@ -122,10 +124,11 @@ def _packed_part(
 
 
 def pack(values: Bytes, bits: int) -> Bytes:
-    """Pack unsigned values, or signed values in two's complement, of 4 or 8 bits into bytes.
+    """Pack values of 4 or 8 bits into bytes. The values are unsigned, or signed in two's
+    complement.
 
     Args:
-        values: Bytes of any shape, in the order of the stored tensor.
+        values: The values as bytes, in the order of the stored tensor. They can have any shape.
         bits: 4 or 8.
     """
     flat = values.reshape(-1)
@@ -138,7 +141,7 @@ def pack(values: Bytes, bits: int) -> Bytes:
 
 
 def fields(packed: Bytes) -> Bytes:
-    """The 4-bit numbers in bytes, the low half first."""
+    """Return the 4-bit numbers in bytes. The low half of each byte comes first."""
     found = np.empty((len(packed), 2), np.uint8)
     np.bitwise_and(packed, 15, out=found[:, 0])
     np.right_shift(packed, 4, out=found[:, 1])
@@ -158,7 +161,7 @@ def unpack(stored: Bytes, kind: str, count: int) -> Array:
 
 
 def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> NDArray[np.float32]:
-    """Undo :func:`quantize`, for blocks of any size.
+    """Undo :func:`quantize`. Blocks can have any size.
 
     Args:
         quantized: The stored tensors.
