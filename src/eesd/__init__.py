@@ -1,4 +1,4 @@
-"""EESD: early-exiting speculative decoding with exported engines.
+"""EESD is early-exiting speculative decoding with exported engines.
 
 ``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM`. It
 generates the tokens that the model alone would generate, only faster. Imports are lazy: ``import

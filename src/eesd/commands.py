@@ -1,5 +1,5 @@
-"""Entry points of the commands. Ctrl-C ends a command without a traceback, also during its
-imports."""
+"""Entry points of the commands. Ctrl-C ends a command without a traceback, even while the command
+is being imported."""
 
 import signal
 import sys
@@ -10,9 +10,9 @@ from types import TracebackType
 def _start(module: str) -> None:
     """Import a command and run it.
 
-    During the import, and after the command, there is nothing to clean up: Ctrl-C ends the process
-    at once, as for programs that are not written in Python. A command that the shell started in the
-    background with Ctrl-C ignored keeps ignoring it.
+    There is nothing to clean up during the import or after the command. At these times, Ctrl-C ends
+    the process at once, as for programs that are not written in Python. A command that the shell
+    started in the background with Ctrl-C ignored keeps ignoring it.
     """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:

@@ -1,2 +1,2 @@
-"""Modules that all other packages share: errors, files, the manifest, machine probes, common parts
-of the commands. They import none of those packages."""
+"""Modules that all other packages share. They cover errors, files, the manifest, machine probes,
+and the common parts of the commands. They import none of those packages."""

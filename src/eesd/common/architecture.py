@@ -1,35 +1,39 @@
-"""The model, written once: blocks, exit heads, the draft graph and the verify graph as calls of
-some fifteen operations.
+"""This module describes the model once. Blocks, exit heads, the draft graph and the verify graph
+are written as calls of some fifteen operations.
 
 Nothing else describes a block. A *table of operations* (:class:`Operations`) gives the operations a
-meaning: the shapes of the weights, a standard ONNX graph, a graph of this project's operators, or
-torch. A new part of a block is written here and in the tables that support it.
+meaning. One table computes the shapes of the weights. Other tables write a standard ONNX graph,
+write a graph of this project's operators, or run torch. A new part of a block is written here and
+in the tables that support it.
 
-The **draft graph** is the first N layers and the exit head, the **verify graph** the whole model.
-Both share one set of caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks, and
-any caches of states follow. A verify pass writes all of them, so the draft can continue right after
-it. The verify graph can be split by layers into stages; with a head that reads states of layers, it
-must be a single stage.
+The **draft graph** consists of the first N layers and the exit head. The **verify graph** is the
+whole model. Both graphs share one set of caches: 0 .. L-1 belong to the base layers, L .. L+E-1
+belong to the exit blocks, and any caches of states follow. A verify pass writes all of these
+caches, so the draft can continue right after it. The verify graph can be split by layers into
+stages. If the head reads states of layers, the verify graph must be a single stage.
 
-**Exit head**: E blocks, a norm, and an LM head (the base model's or a separate one) after layer N.
-A head without blocks has no caches: this is the early exit of models that were trained for it
-(LayerSkip, arXiv 2404.16710). A head may also read the deep layers. The verify graph projects the
-states after some of these layers to a *deep state* of 2 KV D numbers for each token, and writes it
-into the token's slot of the deep cache, as if it were keys and values. A draft step reads the deep
-state of the token before its first token, projects it back, adds it after the head's last
-attention, and copies it into the slots of its own tokens. So all steps of a round read the deep
-state of the token before the root, the last that a verify pass computed, and need no input for its
-slot.
+An **exit head** follows layer N. It has E blocks, a norm, and an LM head (the base model's or a
+separate one). A head without blocks has no caches. This is the early exit of models that were
+trained for it (LayerSkip, arXiv 2404.16710).
 
-**EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
-a state of the token before it. If that token is the one before the root, the verify graph computed
-the state: hidden states of three layers, fused by a product. If it is a drafted token, the head
-computed the state. Both states are stored in the slot of the token that they describe, in caches of
-states. So a draft step reads the slot of each token's parent and writes the token's slot. The
-verify graph overwrites the drafted states with fused states, and computes the block's keys and
-values from these. All graphs have the same inputs, and code that moves or keeps caches handles
-states, too. The first token of a text has no parent, so the published heads have no keys
-for it: only that token attends to its own slot.
+A head may also read the deep layers. The verify graph then projects the states after some of these
+layers to a *deep state* of 2 KV D numbers for each token. It writes the deep state into the token's
+slot of the deep cache, as if it were keys and values. A draft step reads the deep state of the
+token before its first token, projects it back, and adds it after the head's last attention. It also
+copies the deep state into the slots of its own tokens. So all steps of a round read the deep state
+of the token before the root. This is the last deep state that a verify pass computed, and the draft
+graph needs no input for its slot.
+
+An **EAGLE-3** head (arXiv 2503.01840) has one block, which runs after the embeddings. The block
+reads a token's embedding and a state of the previous token. If the previous token is the token
+before the root, the verify graph computed the state: it fuses hidden states of three layers with a
+product. If the previous token was drafted, the head computed the state. Both kinds of states are
+stored in caches of states, in the slot of the token that they describe. So a draft step reads the
+slot of each token's parent and writes the token's slot. The verify graph overwrites the drafted
+states with fused states, and computes the block's keys and values from the fused states. All graphs
+have the same inputs, and code that moves or keeps caches handles states, too. The first token of a
+text has no parent, so the published heads have no keys for it. Only the first token attends to its
+own slot.
 
 **Short convolutions** (LFM2) replace attention in some layers. Each token's state is stored in its
 slot of the layer's caches, as keys are. A token reads the states of the tokens before it on its
@@ -37,21 +41,21 @@ path. So nothing has to be undone when drafted tokens are rejected.
 
 **The gated delta rule** (Qwen3-Next, arXiv 2412.06464) replaces attention, too. Each value head has
 a matrix S as its state. A token convolves its queries, keys and values with the queries, keys and
-values of the tokens before it, decays S, and adds the outer product of its key and the *delta* u:
-its value minus the value that S gives for the key. The token's output is the value that S gives for
-its query. So S is a sum, over the earlier tokens, of decayed outer products of keys and deltas. A
-slot holds the convolution's inputs, the key, the deltas and the decays of its token, and again
-nothing has to be undone when drafted tokens are rejected.
+values of the tokens before it. Then it decays S, and adds the outer product of its key and the
+*delta* u to S. The delta is the token's value minus the value that S gives for the key. The token's
+output is the value that S gives for its query. So S is a sum, over the earlier tokens, of decayed
+outer products of keys and deltas. A slot holds the convolution's inputs, the key, the deltas and
+the decays of its token. Again nothing has to be undone when drafted tokens are rejected.
 
-**Latent attention** (DeepSeek, arXiv 2405.04434): a token has one compressed row c in the cache,
-next to one rotated key. A head's key is K c followed by the rotated key, its value V c. Since
-q K c = (q K) c, a head's query is multiplied by K instead, and the sum of the rows by V afterwards.
-So all heads attend to the rows in the cache, as if there were one KV head whose values are the
-first part of its keys.
+**Latent attention** (DeepSeek, arXiv 2405.04434) stores one compressed row c and one rotated key
+for each token in the cache. A head's key is K c followed by the rotated key, and its value is V c.
+Since q K c = (q K) c, each head's query is multiplied by K instead, and the weighted sum of the
+rows is multiplied by V afterwards. So all heads attend to the rows in the cache, as if there were
+one KV head whose values are the first part of its keys.
 
-**Gemma 4**: the two kinds of layers have heads of different sizes, and the last layers of some
-models read the keys and values of earlier layers. In some models each layer also reads an input: a
-second embedding of the token, plus a projection of the first embedding.
+In **Gemma 4**, the two kinds of layers have heads of different sizes, and the last layers of some
+models read the keys and values of earlier layers. In some models each layer also reads an input.
+This input is a second embedding of the token, plus a projection of the first embedding.
 
 The module needs neither torch nor onnx.
 """
@@ -86,28 +90,30 @@ LOGIT_BIAS = "logit_bias"
 INPUTS = "model.embed_inputs"
 INPUT_PROJECTION = "model.input_proj"
 INPUT_NORM = "model.input_norm"
-"""Modules that compute the layers' inputs: an embedding, a projection of the model's embeddings,
-and the norm of each layer's part of this projection. The norm includes the factor of the sum."""
+"""Names of the modules that compute the layers' inputs. They are an embedding, a projection of the
+model's embeddings, and a norm that is applied to each layer's part of the projection. The norm
+includes the factor of the sum."""
 LAYER_SCALE = "layer_scale"
-"""Name, within a block, of the factor of its output. The weight is [1]."""
+"""Name, within a block, of the factor that multiplies the block's output. The weight is [1]."""
 ROUTER_NORM = "mlp.gate_norm"
 EXPERT_SCALES = "mlp.expert_scales"
 MLP_NORM = "mlp.dense_norm"
 EXPERTS_NORM = "mlp.experts_input_norm"
 MIXED_NORM = "mlp.experts_norm"
-"""Names within a block that has an MLP next to experts: the router's norm, the factors of the
-experts, the norm of the MLP's output, and the norms before and after the experts."""
+"""Names within a block that has an MLP next to experts. They belong to the router's norm, the
+factors of the experts, the norm of the MLP's output, and the norms before and after the experts."""
 ROUTER = "mlp.gate"
 """Name, within a block, of the product that chooses experts."""
 CHOICE_BIAS = "mlp.choice_bias"
-"""Name, within a block, of the biases by which experts are chosen. The weight is [experts], and
-always float32: the differences of the sums are small."""
+"""Name, within a block, of the biases that are added to choose experts. The weight is [experts]. It
+is always float32 because the differences of the sums are small."""
 SHARED = "mlp.shared_expert"
-"""Name, within a block, of the expert that every token uses. The name of its gate also ends in
-``_gate``."""
+"""Name, within a block, of the expert that every token uses. The name of this expert's gate also
+ends in ``_gate``."""
 FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
-"""Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
+"""Names, in an EAGLE-3 head, of the product that fuses the states of layers, and of the norms
+before this product."""
 SINKS = "self_attn.sinks"
 """Name, within a block, of the sinks of the attention heads. Its weight is [heads]."""
 TAPS = "conv.conv"
@@ -117,21 +123,23 @@ DELTA_TAPS = "linear_attn.conv1d"
 DELTA_DECAY = "linear_attn.decay"
 DELTA_BIAS = "linear_attn.dt"
 DELTA_NORM = "linear_attn.norm"
-"""Names, within a block, of the delta rule's convolution [mixed, 1, taps], of the logarithm of the
-decay and the bias of its input [value_heads], and of the norm of its heads [value_dim]."""
+"""Names, within a block, of the parameters of the delta rule. They are the convolution [mixed, 1,
+taps], the logarithm of the decay [value_heads], the bias of the decay's input [value_heads], and
+the norm of the heads [value_dim]."""
 LATENT_EPS = 1e-6
-"""Epsilon of the norms within latent attention. In transformers it is fixed."""
+"""Epsilon of the norms within latent attention. It is a constant in transformers."""
 DELTA_EPS = 1e-6
-"""Added to the sum of squares by which queries and keys of the delta rule are normalized."""
+"""Number that is added to the sum of squares when queries and keys of the delta rule are
+normalized."""
 DEEP_IN = "deep_in_proj"
 """Name, in the exit head, of the product that projects a deep state into the draft."""
 CLAMP = 7.0
 CLAMPED_SLOPE = 1.702
-"""For the activation ``clamped``: the limit of gate and up, and the factor of the gate within the
-sigmoid."""
+"""Constants of the activation ``clamped``. They are the limit of gate and up, and the factor of the
+gate within the sigmoid."""
 XIELU = "mlp.act_fn"
-"""Name, within a block, of xielu's parameters. The weight is [2]: the factor of the square for
-positive x, and the factor of the exponential for negative x."""
+"""Name, within a block, of xielu's parameters. The weight is [2]. It holds the factor of the square
+for positive x, and the factor of the exponential for negative x."""
 XIELU_SLOPE = 0.5
 """Factor of x in xielu."""
 XIELU_LIMIT = -1e-6
@@ -157,12 +165,12 @@ class Norm(NamedTuple):
 
     Attributes:
         name: Name of the module.
-        eps: Added to the mean square, or to the variance.
+        eps: Number that is added to the mean square, or to the variance.
         centred: Whether it is a LayerNorm, which subtracts the mean. If not, it is an RMSNorm.
         bias: Whether it adds a bias.
         groups: Number of equal groups of columns that are normalized separately, with the same
             weights.
-        bare: Number of values per group of a norm without weights; 0 if the norm has weights.
+        bare: Number of values per group if the norm has no weights, or 0 if it has weights.
     """
 
     name: str
@@ -198,11 +206,12 @@ class Mixture(NamedTuple):
     Attributes:
         router: Linear layer that chooses experts.
         experts: Gate, up and down of each expert.
-        router_norm: Norm before the router; None: the norm of the experts.
-        scales: Module whose weights [experts] multiply the shares of the experts; empty: there is
-            none.
-        bias: Module whose weights [experts] are added to the scores by which experts are chosen;
-            empty: there is none.
+        router_norm: Norm before the router. If it is None, the router reads the output of the
+            experts' norm.
+        scales: Module whose weights [experts] multiply the shares of the experts. The name is empty
+            if there is no such module.
+        bias: Module whose weights [experts] are added to the scores when experts are chosen. The
+            name is empty if there is no such module.
     """
 
     router: Linear
@@ -219,12 +228,14 @@ class Block:
     Attributes:
         geometry: Geometry of this block, with or without experts.
         prefix: Prefix of the names of its modules, such as ``model.layers.3.``.
-        cache: Index of its cache; for a recurrent layer, the index of its first cache.
+        cache: Index of its cache. A recurrent layer has several caches, and this is the index of
+            the first.
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
-        eagle: The EAGLE-3 head that the block belongs to; None for other blocks. The block's
+        eagle: The EAGLE-3 head that the block belongs to, or None for other blocks. The block's
             attention then reads an embedding and a state side by side, hides the first slot, and
             has separate rotary tables.
-        mlp: Width of the MLP; 0 for no MLP, None for the geometry's width.
+        mlp: Width of the MLP. If it is 0, the block has no MLP. If it is None, the MLP has the
+            geometry's width.
         writes: Whether it has keys and values. If not, it reads another block's keys and values.
     """
 
@@ -254,8 +265,8 @@ class Block:
 
 
 class Operations(Protocol[X]):
-    """The operations on values of type X, which represent hidden states [..., columns] of some
-    tokens.
+    """The operations on values of type X. These values represent hidden states [..., columns] of
+    some tokens.
 
     ``name`` is the name of the result in a graph.
     """
@@ -341,9 +352,9 @@ class Operations(Protocol[X]):
         Args:
             qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
                 no queries, and the result is not used. A block that does not write has only
-                queries. With latent attention: the queries of all heads, the parts of all queries
-                that are rotated, and the token's row. The result has the size of a compressed row
-                for each head.
+                queries. With latent attention, these are the queries of all heads, the rotated
+                parts of all queries, and the token's row. The result then has the size of a
+                compressed row for each head.
             block: The block. Its geometry defines how heads are normalized, rotated and scored.
             name: Name of the result.
             attends: Whether ``qkv`` has queries.
@@ -354,11 +365,9 @@ class Operations(Protocol[X]):
         """Gate, convolve and gate again.
 
         Args:
-            x: Three parts side by side, each of the hidden size: ``a``, b and c.
-            block: The block. The state of a token, ``a`` times c, is written into the token's slots
-                of the block's caches.
-            name: Name of the result: b times a weighted sum of the states of the token and of the
-                tokens before it. The weights depend on distance and column.
+            x: Three parts (``a``, b and c) side by side. Each part has the hidden size.
+            block: The block. The state of a token is ``a`` times c. It is written into the token's
+                slots of the block's caches.
         """
         ...
 
@@ -366,8 +375,9 @@ class Operations(Protocol[X]):
         """The gated delta rule.
 
         Args:
-            x: Side by side: queries, keys and values, which are convolved; gates of the output; and
-                for each value head, the inputs of its step size and of its decay.
+            x: The inputs, side by side. First come queries, keys and values, which are convolved.
+                Then come the gates of the output. The last parts are the inputs of the step size
+                and of the decay of each value head.
             block: The block. The tokens' states are written into the tokens' slots of the block's
                 caches.
             name: Name of the result: the normalized outputs of all heads times their gates.
@@ -458,11 +468,11 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
     Args:
         o: The table of operations.
         model: The model.
-        x: Token ids for the first stage, hidden states for the others.
+        x: Token ids if this is the first stage, or hidden states if it is a later stage.
         layers: The base layers of the stage.
 
     Returns:
-        Logits from the last stage, hidden states from the others.
+        The logits if this is the last stage, or the hidden states if it is an earlier stage.
     """
     geometry, head = model
     states: list[X] = []
@@ -491,7 +501,8 @@ def base_layers(o: Operations[X], model: Model, x: X, layers: range) -> Iterator
     Args:
         o: The table of operations.
         model: The model.
-        x: Token ids if ``layers`` begins with the model's first layer, hidden states if not.
+        x: Token ids if ``layers`` begins with the model's first layer, or hidden states if it does
+            not.
         layers: The base layers, in order.
     """
     inputs: Sequence[X] = ()
@@ -541,7 +552,7 @@ def _add_input(o: Operations[X], of: Block, x: X, given: X) -> X:
 
 
 def draft(o: Operations[X], model: Model, x: X) -> X:
-    """The first N layers and the exit head: logits of token ids x."""
+    """Run the first N layers and the exit head. Returns the logits of token ids x."""
     return exit_head(o, model, after_layers(o, model, x, model.head.layer))
 
 
@@ -594,7 +605,8 @@ def block(o: Operations[X], of: Block, x: X, given: X | None = None) -> X:
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
-    """The first half of a block: ``residual`` plus the output of attention or of a convolution."""
+    """The first half of a block. It returns ``residual`` plus the output of attention or of a
+    convolution."""
     name = f"{of.prefix}attended"
     hidden = of.geometry.hidden_size
     if of.kind == CONVOLUTION:
@@ -632,8 +644,8 @@ def _delta_rule(o: Operations[X], of: Block, x: X) -> X:
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
-    """The second half of a block, which processes each token separately: x plus the output of an
-    MLP or mixture."""
+    """The second half of a block, which processes each token separately. It returns x plus the
+    output of an MLP or mixture."""
     if of.mlp == 0:
         return x
     norm = of.norm("post_attention_layernorm") if of.geometry.norm_before else None
@@ -678,7 +690,7 @@ def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Lin
 
 
 def _shared(o: Operations[X], of: Block, experts: Experts, x: X, norm: Norm | None) -> X:
-    """The output of the expert that every token uses."""
+    """The output of the shared expert, which every token uses."""
     name = f"{of.prefix}{SHARED}"
     gate, up, down = _mlp(name, of.geometry, experts.shared, experts.bias)
     kind = of.geometry.activation
@@ -746,7 +758,7 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
 
 
 def _latent_attention(o: Operations[X], of: Block, latent: Latent, x: X, attends: bool) -> X:
-    """Latent attention: the input of the output projection."""
+    """Latent attention of a block. Returns the input of the output projection."""
     prefix = f"{of.prefix}self_attn."
     heads = range(of.geometry.num_heads)
     bias = of.geometry.qkv_bias
@@ -778,8 +790,8 @@ def _latent_attention(o: Operations[X], of: Block, latent: Latent, x: X, attends
 
 
 def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int]) -> X:
-    """Queries, keys and normalized values. x has parts of these sizes; the last part is the values,
-    and may be the keys, too."""
+    """Returns queries, keys and normalized values. The columns of x are parts of these sizes. The
+    last part is the values, and it may be the keys, too."""
     geometry = of.geometry
     names = [f"{of.prefix}part_{index}" for index in range(len(sizes))]
     parts = o.split(x, sizes, names)
@@ -789,8 +801,8 @@ def _with_normed_values(o: Operations[X], of: Block, x: X, sizes: Sequence[int])
 
 
 def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:
-    """Write the keys and values of the exit blocks, the only part of these blocks that the verify
-    graph computes."""
+    """Write the keys and values of the exit blocks. The verify graph computes no other part of
+    these blocks."""
     last = model.head.blocks - 1
     for index in range(last):
         x = block(o, model.exit_block(index), x)

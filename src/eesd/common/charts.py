@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARK = '<?xml version="1.0" encoding="utf-8"?>\n<!-- Drawn by EESD. Do not edit. -->\n'
-"""Beginning of each chart. A command recognizes its own files by it."""
+"""Beginning of each chart. It lets a command recognize the files that it wrote."""
 
 
 def check_charts(path: Path) -> None:
-    """Raise :class:`EESDError` if no chart can be written to ``path``: matplotlib is missing, or
-    another program wrote the file."""
+    """Raise :class:`EESDError` if no chart can be written to ``path``. This is the case if
+    matplotlib is missing, or if another program wrote the file."""
     if find_spec("matplotlib") is None:
         raise EESDError(f"--charts needs matplotlib; install it with: {pip_install('report')}.")
     check_own(path, MARK)
@@ -29,7 +29,8 @@ def check_charts(path: Path) -> None:
 
 @contextmanager
 def drawn(path: Path, titles: Sequence[str]) -> Iterator[Sequence["Axes"]]:
-    """Give axes side by side, one for each title, and write them to an SVG file afterwards.
+    """Yield axes side by side, one for each title. They are written to an SVG file when the block
+    ends.
 
     The same numbers give the same file. Raises :class:`EESDError` as :func:`check_charts` does.
     """
@@ -57,7 +58,7 @@ def drawn(path: Path, titles: Sequence[str]) -> Iterator[Sequence["Axes"]]:
 
 
 def draw_acceptance(axes: "Axes", by_depth: Mapping[str, Sequence[float]]) -> None:
-    """Draw acceptance by depth, a line for each label."""
+    """Draw the acceptance by depth. Each label gets a line."""
     for label, values in by_depth.items():
         axes.plot(range(1, len(values) + 1), values, marker="o", label=label)
     axes.set(xlabel="depth in the draft", ylim=(0, 1))

@@ -13,13 +13,13 @@ from eesd.common.errors import EESDError
 
 
 def first_fault(faults: Mapping[str, Any]) -> str:
-    """The first of these messages whose condition holds, or ""."""
+    """The first of these messages whose condition holds, or "" if none does."""
     return next((message for message, holds in faults.items() if holds), "")
 
 
 def check_integer(name: str, value: Any, least: int, most: int) -> int:
-    """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to
-    ``most``."""
+    """Return ``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least``
+    to ``most``."""
     if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
         return int(value)
     bounds = f"between {least} and {most}"
@@ -29,7 +29,7 @@ def check_integer(name: str, value: Any, least: int, most: int) -> int:
 
 
 def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
-    """``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which
+    """Return ``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which
     ``good(value)`` holds."""
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
@@ -39,7 +39,7 @@ def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
 
 
 def as_float(value: Real | float) -> float:
-    """The value as a float; infinite for an integer too large for a float."""
+    """Return the value as a float. An integer that is too large for a float becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -67,8 +67,8 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_path(name: str, value: Any, wanted: str) -> Path:
-    """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name
-    a file."""
+    """Return ``value`` as a path. Raises :class:`EESDError` for other types, and for text that
+    cannot name a file."""
     try:
         text = isinstance(value, str | os.PathLike) and os.fspath(value)
         if isinstance(text, str) and text and b"\0" not in text.encode():
@@ -84,7 +84,7 @@ def check_path(name: str, value: Any, wanted: str) -> Path:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, in one line and shortened."""
+    """Format a value for a message. The result is one line, and is shortened."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -95,7 +95,7 @@ def shown(value: Any) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether this names a file in a directory, and is not a path that leads out of it."""
+    """Whether this names a file in a directory. A path that leads out of the directory does not."""
     return (
         name.isprintable()
         and 0 < len(name) < 200

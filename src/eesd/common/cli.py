@@ -1,5 +1,5 @@
-"""The common parts of the commands: options, streams and signals, and errors as one line with an
-exit code."""
+"""This module holds the common parts of the commands. It defines their options, sets up streams and
+signals, and reports an error as one line with an exit code."""
 
 import errno
 import os
@@ -127,11 +127,11 @@ def options(*several: Callable[[F], F]) -> Callable[[F], F]:
 def command(
     environment: str | None = None, **settings: Any
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one
-    line.
+    """This decorator is ``click.command(**settings)`` with ``-h`` and ``--version``. It also shows
+    defaults in the help, and prints errors in one line.
 
-    With ``environment``, each option can also be set by a variable, such as ``EESD_SERVE_PORT`` for
-    ``--port``.
+    If ``environment`` is given, each option can also be set by a variable, such as
+    ``EESD_SERVE_PORT`` for ``--port``.
     """
     context = HELP | {"auto_envvar_prefix": environment}
     return lambda function: _with_version(
@@ -180,8 +180,8 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_streams() -> None:
-    """Protect a program that was started with closed streams: a file that got the descriptor of a
-    standard stream would receive the output of libraries.
+    """Protect a program that was started with closed streams. In such a program, a file could get
+    the descriptor of a standard stream and receive the output of libraries.
 
     Without stderr, messages are dropped. Without stdout the program ends, because its result would
     be lost.

@@ -1,4 +1,5 @@
-"""The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
+"""The draft vocabulary. It consists of the tokens that a draft can predict, and defines the columns
+of the draft's logits.
 
 A draft step of a small model spends much of its time on the LM head, though most text uses few of
 the tokens. The verifier can still choose tokens that the draft cannot predict, so the vocabulary
@@ -18,7 +19,7 @@ Ids = NDArray[np.int64]
 
 
 def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:
-    """Whether these are ids of the vocabulary, ascending and without repetition."""
+    """Whether these are ids of the vocabulary, in ascending order and without repetition."""
     return bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
 
 
@@ -27,7 +28,8 @@ class DraftColumns:
     i."""
 
     def __init__(self, ids: Ids | None = None) -> None:
-        """``ids`` [Vd] is the draft vocabulary, ascending; None for the whole vocabulary."""
+        """``ids`` [Vd] is the draft vocabulary in ascending order, or None for the whole
+        vocabulary."""
         self._ids = ids
 
     def tokens(self, columns: NDArray[np.int64] | Sequence[int]) -> Ids:
@@ -54,7 +56,7 @@ class DraftColumns:
         return known
 
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
-        """Turn values of columns into values of tokens [V]: 0 for tokens without a column."""
+        """Turn values of columns into values of tokens [V]. Tokens without a column get 0."""
         if self._ids is None:
             return values
         spread = np.zeros(vocab_size)
@@ -67,8 +69,8 @@ WHOLE = DraftColumns()
 
 
 def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:
-    """Read the draft vocabulary of an engine directory: its ids [Vd], ascending; None if the draft
-    has the whole vocabulary.
+    """Read the draft vocabulary of an engine directory. Returns its ids [Vd] in ascending order, or
+    None if the draft has the whole vocabulary.
 
     Raises:
         EESDError: The file does not hold ids of the vocabulary in ascending order.

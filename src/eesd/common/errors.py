@@ -14,8 +14,8 @@ class EESDError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message, without its middle if it repeats thousands of characters of input. The end of a
-    message is kept, because it says what to do."""
+    """Return a message. If it repeats thousands of characters of input, its middle is left out. The
+    end of a message is kept, because it says what to do."""
     return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
 
 
@@ -23,8 +23,8 @@ def shortened(message: str) -> str:
 def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:
     """Turn any exception of a library into an :class:`EESDError`.
 
-    An exception raised by the caller's signal handler passes through: it may interrupt any call,
-    and has nothing to do with this call.
+    An exception raised by the caller's signal handler passes through, because it may interrupt any
+    call and has nothing to do with this call.
     """
     try:
         yield

@@ -1,4 +1,5 @@
-"""Files and directories that appear complete or not at all, and the leftovers of killed processes.
+"""Write files and directories that appear complete or not at all, and remove the leftovers of
+killed processes.
 
 A writer writes beside the final name, to ``.NAME.eesd-RANDOM.new``. A directory that it replaces is
 moved to ``.old`` for a moment. Before either exists, the writer creates
@@ -63,7 +64,8 @@ def directory_written_whole(
 
     Args:
         output: The directory to write. It must not be a link when the block ends.
-        foreign: Returns the reason not to replace an existing directory, as "it ...", or "".
+        foreign: Returns the reason not to replace an existing directory, as "it ...", or "" if it
+            may be replaced.
 
     Raises:
         EESDError: The existing directory may not be replaced. The new directory is kept next to it,
@@ -90,11 +92,11 @@ def remove_leftovers(directory: Path, name: str | None = None) -> None:
     killed process had moved aside.
 
     Each removal is logged as a one-line warning. Files that may belong to a running process are
-    kept: silently if their lock is held, with a warning if that is unknown.
+    kept. If their lock is held, they are kept silently. If that is unknown, a warning is logged.
 
     Args:
         directory: The directory to search. It need not exist.
-        name: The final name of the leftovers to remove; None for all names.
+        name: The final name of the leftovers to remove, or None to remove leftovers of all names.
     """
     with suppress(OSError):
         found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
@@ -109,7 +111,7 @@ class Claim(NamedTuple):
 
     Attributes:
         target: The final name.
-        key: Random text, so that no two writers share a name.
+        key: Random text, which ensures that no two writers share a name.
     """
 
     target: Path
@@ -140,7 +142,7 @@ class Claim(NamedTuple):
 
     def move_aside(self, foreign: Callable[[Path], str]) -> str:
         """Move the existing directory to ``old`` unless it is ``foreign``. Returns the reason for
-        leaving it in place, or ""."""
+        leaving it in place, or "" if it was moved."""
         if not lexists(self.target):
             return ""
         if not self.target.is_dir() or self.target.is_symlink():
@@ -166,8 +168,8 @@ class Claim(NamedTuple):
         return lasting
 
     def clean_up(self) -> None:
-        """Delete all files of the claim, the lock last: without the lock, no process could tell to
-        whom the other files belong."""
+        """Delete all files of the claim. The lock is deleted last, because without it no process
+        could tell to whom the other files belong."""
         with suppress(OSError):
             self.put_back()
         if (
@@ -239,10 +241,10 @@ def _new_claim(target: Path) -> tuple[Claim, int]:
 
 @contextmanager
 def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
-    """Try to lock an existing lock file. Yields whether that worked, and the file's text.
+    """Try to lock an existing lock file. Yields whether the lock was taken, and the file's text.
 
     Raises:
-        OSError: Whether another process holds the lock is unknown.
+        OSError: It is unknown whether another process holds the lock.
     """
     file = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -255,7 +257,7 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
 
 
 def try_lock(file: int) -> bool | None:
-    """Lock an open file without waiting. Returns False if another process has the lock, and None if
+    """Lock an open file without waiting. Returns False if another process has the lock, or None if
     the file system has no locks."""
     if sys.platform == "win32":
         return None
@@ -279,7 +281,7 @@ def _from_this_machine(text: str) -> bool:
 
 
 def _boot_id() -> str:
-    """An id that all containers of a machine share until it restarts; empty if there is none."""
+    """An id that all containers of a machine share until it restarts, or "" if there is none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -297,8 +299,8 @@ def _delete(path: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """The directory for files that EESD can make again, as configured by the user or the system;
-    None for a user without a home directory."""
+    """The directory for files that EESD can make again, as configured by the user or the system.
+    The result is None for a user without a home directory."""
     if given := os.environ.get("EESD_CACHE_DIR"):
         return Path(given)
     of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}

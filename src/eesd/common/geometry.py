@@ -1,6 +1,6 @@
 """Sizes and options of a decoder and of its exit head.
 
-``config.json`` is parsed into these objects; ``manifest.json`` stores them. The module needs no
+``config.json`` is parsed into these objects, and ``manifest.json`` stores them. The module needs no
 torch.
 """
 
@@ -17,8 +17,8 @@ class RopeScaling:
     """Scaling of the rotary frequencies, by a rule that does not depend on the length of the text.
 
     Attributes:
-        kind: ``linear``, ``llama3``, ``yarn``, ``longrope`` or ``proportional``, which uses the
-            first of the frequencies of whole heads.
+        kind: One of ``linear``, ``llama3``, ``yarn``, ``longrope`` and ``proportional``. The last
+            one uses only the first of the frequencies of whole heads.
         factor: Factor by which the scaling extends the length of texts.
         original_max_position: Number of positions of the model before the scaling (llama3, yarn).
         low_freq_factor: Frequencies that turn fewer times than this over the original positions are
@@ -29,7 +29,8 @@ class RopeScaling:
         attention_factor: Factor of cos and sin (yarn, longrope).
         truncate: Whether the bounds of the dimensions between ``beta_fast`` and ``beta_slow`` are
             rounded to integers (yarn).
-        divisors: Divisor of each frequency, for texts within the original positions (longrope).
+        divisors: Divisor of each frequency. The divisors are for texts within the original
+            positions (longrope).
     """
 
     kind: str
@@ -49,10 +50,10 @@ SLIDING = "sliding"
 UNROTATED = "unrotated"
 CONVOLUTION = "convolution"
 DELTA = "delta"
-"""Kinds of layers. FULL has a rotary embedding, and attention to all previous tokens. SLIDING has
-attention within a window, with the local rotary base if there is one. UNROTATED is FULL without the
-rotary embedding. CONVOLUTION has a short convolution instead of attention, and DELTA the
-gated delta rule."""
+"""Kinds of layers. FULL layers have a rotary embedding, and attend to all previous tokens. SLIDING
+layers attend to the tokens within a window. They use the local rotary base if there is one.
+UNROTATED layers are like FULL layers without the rotary embedding. CONVOLUTION layers have a short
+convolution instead of attention, and DELTA layers have the gated delta rule instead."""
 RECURRENT = (CONVOLUTION, DELTA)
 """Kinds of layers whose caches hold states instead of keys and values."""
 GATES = ("silu", "gelu_tanh", "clamped")
@@ -62,8 +63,8 @@ PLAIN = ("relu2", "xielu", "gelu_tanh")
 block."""
 SCORES = ("softmax", "sigmoid", "sparsemixer")
 """Functions that give the scores of experts from the router's logits. ``sparsemixer`` (arXiv
-2409.12136) gives the share of an expert's logit among the logits near it, without those of the
-experts chosen before."""
+2409.12136) gives the share of an expert's logit among the logits near it. Experts that were chosen
+before do not count."""
 MOST_LAYERS = 4096
 WIDEST = 512
 WIDEST_LATENT = 576
@@ -74,29 +75,31 @@ MOST_TAPS = 16
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers with a mixture of MLPs, the experts. Each token uses a few of them.
+    """Layers with a mixture of MLPs, which are called experts. Each token uses a few of the
+    experts.
 
     Attributes:
         count: Number of experts per layer.
         used: Number of experts that a token uses.
         size: Intermediate size of an expert.
         normed: Whether the weights of a token's experts are divided by their sum.
-        dense_layers: Layers with one MLP of the model's intermediate size instead of experts,
-            ascending. May include layers beyond the last.
-        shared: Intermediate size of an MLP that every token uses as well; 0 for no such MLP.
+        dense_layers: Indices of the layers that have one MLP of the model's intermediate size
+            instead of experts, in ascending order. The list may include layers beyond the last.
+        shared: Intermediate size of an MLP that every token uses in addition to its experts, or 0
+            if there is no such MLP.
         shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
-        bias: Whether router and experts have biases.
+        bias: Whether the router and the experts have biases.
         beside: Whether an MLP of the model's intermediate size runs next to the mixture. The router
             then has a separate norm, each expert has a factor, and norms follow both.
         scores: One of :data:`SCORES`. The scores of a token's experts are the experts' weights.
         choice_bias: Whether each expert has a bias that is added to its score when experts are
             chosen, but not to its weight.
-        groups: Number of equal groups of consecutive experts. A token's experts are in some of the
-            groups.
-        used_groups: Number of groups that a token uses: those with the largest sums of their
-            ``group_best`` largest scores, biases included.
+        groups: Number of equal groups of consecutive experts. All experts of a token are in a few
+            of the groups.
+        used_groups: Number of groups that a token uses. These are the groups with the largest sums
+            of their ``group_best`` largest scores, including biases.
         group_best: Number of scores in these sums.
-        norm_eps: Added to the sum by which weights are divided.
+        norm_eps: Number that is added to the sum by which weights are divided.
         scale: Factor of the weights.
         margin: Largest distance of a logit that counts for sparsemixer, relative to the larger of
             its absolute value and the chosen logit.
@@ -145,7 +148,7 @@ class Experts:
             raise ValueError("the factor of the experts' weights is out of range")
 
     def on_rank(self, ranks: int) -> "Experts":
-        """The experts on each rank: equal parts of each expert."""
+        """The experts on each rank, if every rank has an equal part of each expert."""
         return replace(self, size=self.size // ranks, shared=self.shared // ranks)
 
 
@@ -154,12 +157,12 @@ class DeltaRule:
     """Sizes of layers with the gated delta rule (arXiv 2412.06464).
 
     Attributes:
-        key_heads: Number of query heads, and of key heads.
-        value_heads: Number of value heads, a multiple of ``key_heads``. Each has a matrix [key_dim,
-            value_dim] as its state.
+        key_heads: Number of query heads, which is also the number of key heads.
+        value_heads: Number of value heads. It is a multiple of ``key_heads``. Each has a matrix
+            [key_dim, value_dim] as its state.
         key_dim: Size of a head's query, and of its key.
         value_dim: Size of a head's value.
-        taps: Number of tokens that the convolution sees, the current one included.
+        taps: Number of tokens that the convolution sees, including the current token.
 
     Raises:
         ValueError: A value is out of range.
@@ -195,23 +198,24 @@ class DeltaRule:
 
     @property
     def mixed(self) -> int:
-        """Number of columns that are convolved: queries, keys and values."""
+        """Number of columns that are convolved. They are the queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Number of columns of each part of a token's state in its slot: the inputs of the
-        convolution, the convolved keys, the deltas of the values, and the logarithms of the
+        """Number of columns of each part of a token's state in its slot. The parts are the inputs
+        of the convolution, the convolved keys, the deltas of the values, and the logarithms of the
         decays."""
         return self.mixed, self.keys, self.values, self.value_heads
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of latent attention (arXiv 2405.04434), whose cache has one compressed row for a token.
+    """Sizes of latent attention (arXiv 2405.04434). Its cache has one compressed row for each
+    token.
 
     Attributes:
-        query_rank: Size of a token's compressed queries; 0 if queries are not compressed.
+        query_rank: Size of a token's compressed queries, or 0 if queries are not compressed.
         rank: Size of a token's compressed keys and values, from which all heads compute theirs.
         plain: Size of the part of a head's query and key that is not rotated.
         rotary: Size of the rotated part. All heads have the same rotated key.
@@ -237,21 +241,22 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Size of a token's row in the cache: the compressed part, then the rotated key."""
+        """Size of a token's row in the cache. The row is the compressed part, followed by the
+        rotated key."""
         return self.rank + self.rotary
 
     @property
     def half(self) -> int:
-        """Half of a row, rounded up to an even size: the size of a head in the cache."""
+        """Half of a row, rounded up to an even size. This is the size of a head in the cache."""
         return -(-self.width // 4) * 2
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All properties that the modules of a decoder depend on. Defaults are Llama's values.
+    """All properties that the modules of a decoder depend on. The defaults are Llama's values.
 
     Attributes:
-        architecture: Name of the architecture in transformers. Not used in computations.
+        architecture: Name of the architecture in transformers. It is not used in computations.
         qk_norm: Whether queries and keys are normalized, each head separately, before they are
             rotated.
         qk_norm_rotated: Whether queries and keys are normalized after the rotation instead.
@@ -267,39 +272,44 @@ class Geometry:
         gated: Whether the MLP multiplies an activated gate by another projection.
         activation: One of :data:`GATES`, or one of :data:`PLAIN` if the MLP has no gate.
         embedding_scale: Factor of the embeddings.
-        attention_scale: Factor of the scores; 0 means D ** -0.5.
-        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0 for no cap.
-        sinks: Whether each head has a sink: an extra score, whose value vector is 0.
+        attention_scale: Factor of the scores. If it is 0, the factor is D ** -0.5.
+        attention_cap: If it is not 0, each score s becomes ``cap * tanh(s / cap)``. If it is 0,
+            there is no cap.
+        sinks: Whether each head has a sink, which is an extra score whose value vector is 0.
         attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate.
-        logit_cap: Cap of the model's logits, as for scores. The exit head has no cap because it
-            learns to predict the capped logits.
-        rotated: Number of values that are rotated in each half of a head, from its beginning;
-            0 means all.
-        layer_kinds: Kind of each layer; if empty, all are ``full``. May list more layers than the
-            model has.
+        logit_cap: Cap of the model's logits, which works like the cap of the scores. The exit head
+            has no cap because it learns to predict the capped logits.
+        rotated: Number of values that are rotated in each half of a head, counted from its
+            beginning. If it is 0, all values are rotated.
+        layer_kinds: Kind of each layer. If it is empty, all layers are ``full``. The list may have
+            more layers than the model.
         window: Number of tokens that a sliding layer sees, including the current token.
         taps: Number of tokens that a short convolution sees, including the current token.
         delta: Sizes of layers with the gated delta rule.
-        latent: Sizes of latent attention, which replaces the attention of all layers. Caches then
-            have one KV head: a token's row is its keys, followed by its values.
+        latent: Sizes of latent attention, which replaces the attention of all layers. Each cache
+            then has one KV head. A token's row is its keys, followed by its values.
         local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. If
-            0, sliding layers have the same frequencies as other layers.
+            the base is 0, sliding layers have the same frequencies as other layers.
         experts: Mixture of experts that replaces the MLPs of layers. Blocks of an exit head keep
             MLPs.
-        full_heads: Number of KV heads, and head size, of full layers; empty: ``num_kv_heads`` and
-            ``head_dim``, which are always the sizes of the caches. A larger head takes the place of
-            several cache heads.
+        full_heads: Number of KV heads and head size of full layers. If it is empty, these layers
+            have ``num_kv_heads`` and ``head_dim``, which are always the sizes of the caches. A
+            larger head takes the place of several cache heads.
         sliding_heads: The same for sliding layers.
         value_norm: Whether the values of each head are normalized, without weights.
-        keys_as_values: Whether full layers have no value projection: their values are the keys
+        keys_as_values: Whether full layers have no value projection. Their values are then the keys
             before the norm.
-        shared_from: Layers from this index on have no keys and values; they read those of the last
-            layer of their kind before this index. 0: there are no such layers.
-        shared_size: Intermediate size of these layers; 0: the size of the other layers.
-        input_size: Columns of the input that each layer gets from the token; 0: there is none.
+        shared_from: Index of the first layer without keys and values. This layer and all later
+            layers read the keys and values of the last layer of their kind before this index. If it
+            is 0, there are no such layers.
+        shared_size: Intermediate size of these layers. If it is 0, they have the size of the other
+            layers.
+        input_size: Number of columns of the input that each layer gets from the token, or 0 if
+            there is no such input.
         input_layers: Number of layers in the table of these inputs.
         layer_scale: Whether a factor multiplies the output of each layer.
-        qkv_limit: Limit of the absolute values of queries, keys and values; 0 for no limit.
+        qkv_limit: Limit of the absolute values of queries, keys and values, or 0 if there is no
+            limit.
         logit_bias: Whether the logits have biases. A trained exit head learns to predict the logits
             without biases of its own.
 
@@ -394,7 +404,8 @@ class Geometry:
             raise ValueError(fault)
 
     def _faults_of_parts(self) -> dict[str, bool]:
-        """Faults of the options that Llama does not use."""
+        """Returns messages about the options that Llama does not use, and whether each of these
+        faults is present."""
         kinds = {*self.layer_kinds}
         activations = GATES if self.gated else PLAIN
         scales = (
@@ -509,8 +520,8 @@ class Geometry:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the verify graph can be split into stages: no layer needs more of an earlier
-        layer than its hidden states."""
+        """Whether the verify graph can be split into stages. This requires that no layer needs more
+        of an earlier layer than its hidden states."""
         return not self.shared_from and not self.input_size
 
     @property
@@ -523,8 +534,9 @@ class Geometry:
         ]
 
     def head_layers(self, blocks: int) -> list[int]:
-        """The layers from which an untrained exit head copies the weights and kinds of its blocks:
-        the last ``blocks`` layers with attention. The model must have that many of these layers."""
+        """The layers from which an untrained exit head copies the weights and kinds of its blocks.
+        These are the last ``blocks`` layers with attention. The model must have that many of these
+        layers."""
         layers = self.attention_layers
         return layers[len(layers) - blocks :]
 
@@ -543,8 +555,8 @@ class Geometry:
         return -(-size // self.cache_columns)
 
     def caches_of(self, layer: int) -> range:
-        """Indices of a layer's caches: one of keys and values, or several of states. A layer that
-        reads another layer's keys and values has that layer's caches."""
+        """Indices of a layer's caches. A layer has one cache of keys and values, or several caches
+        of states. A layer that reads another layer's keys and values has that layer's caches."""
         if self.shares(layer):
             kinds = self.layer_kinds[: self.shared_from]
             layer = self.shared_from - 1 - kinds[::-1].index(self.kind(layer))
@@ -560,7 +572,7 @@ class Geometry:
 
     @property
     def cache_columns(self) -> int:
-        """Number of values in a slot of a cache: the keys and values of a token."""
+        """Number of values in a slot of a cache. The values are the keys and values of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -569,16 +581,16 @@ class Geometry:
         return replace(self, experts=None)
 
     def of_head(self, layer: int) -> "Geometry":
-        """The geometry of an exit head's block that is modelled on a layer: no experts, and the MLP
-        after attention."""
+        """The geometry of an exit head's block that is modelled on a layer. The block has no
+        experts, and its MLP runs after attention."""
         own = self.of_layer(layer)
         return replace(
             own, experts=None, parallel=False, input_size=0, input_layers=0, layer_scale=False
         )
 
     def of_layer(self, layer: int) -> "Geometry":
-        """The geometry of a layer's block: with or without experts, and with the layer's head
-        sizes."""
+        """The geometry of a layer's block. It has the layer's head sizes, and has experts only if
+        the layer has them."""
         own = self.of_kind(self.kind(layer))
         if self.shares(layer) and self.shared_size:
             own = replace(own, intermediate_size=self.shared_size)
@@ -607,8 +619,8 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: half of a head's values; then the columns of sliding layers
-        if these have a separate base."""
+        """Number of columns of the rotary tables. There is one column for every two values of a
+        head. If sliding layers have a separate base, they have further columns."""
         kinds = (FULL, SLIDING) if self.local_theta else (FULL,)
         return sum(self.of_kind(kind).rotary_dim // 2 for kind in kinds)
 
@@ -666,13 +678,15 @@ class Eagle:
     drafted tokens, it reads states that it computed itself.
 
     Attributes:
-        layers: The layers whose hidden states the verify graph fuses for the head, ascending.
+        layers: Indices of the layers whose hidden states the verify graph fuses for the head, in
+            ascending order.
         block: Sizes of the head's block. Attention reads an embedding and a state side by side. All
-            caches have one shape, so hidden size, KV heads and head size equal the model's.
+            caches have one shape, so the hidden size, the number of KV heads and the head size
+            equal the model's.
         normed_residual: Whether the residual of the block is the norm of the state instead of the
             state.
-        fuse_norms: Number of norms before the states are fused: 0, 1 (over all states side by
-            side), or one for each layer (EAGLE-3.1).
+        fuse_norms: Number of norms before the states are fused. It is 0, 1 (a norm over all states
+            side by side), or one for each layer (EAGLE-3.1).
         normed_output: Whether the next draft step reads the norm of the block's output instead of
             the output (EAGLE-3.1).
     """
@@ -686,26 +700,29 @@ class Eagle:
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Position and structure of a drafting head: an exit head, or an EAGLE-3 head.
+    """Position and structure of a drafting head, which is an exit head or an EAGLE-3 head.
 
     Attributes:
-        layer: N, the number of base layers before the head. N = L with E = 0 means that the draft
-            is the whole model, with weights of fewer bits.
-        blocks: E, the number of decoder blocks in the head. If 0, norm and LM head follow layer N
-            directly, as in models trained with LayerSkip.
+        layer: The number of base layers before the head, N. If N = L and E = 0, the draft is the
+            whole model, with weights of fewer bits.
+        blocks: The number of decoder blocks in the head, E. If it is 0, the norm and the LM head
+            follow layer N directly, as in models trained with LayerSkip.
         own_lm_head: Whether the head has a separate LM head, instead of using the base model's. In
-            an engine directory a draft vocabulary always needs a separate LM head, with a row for
-            each of its tokens.
+            an engine directory, a head with a draft vocabulary always needs a separate LM head,
+            which has a row for each token of that vocabulary.
         base: Fingerprint of the base model.
-        trained: False for a head that was only initialised. An untrained head without blocks is a
-            placeholder that is not worth running.
-        calibration: Calibration prior of this head; None for the controllers' default prior.
-        draft_vocab: Vd, the number of tokens that the head can predict; 0: the whole vocabulary.
-        deep: Layers above N, ascending, whose hidden states the verify graph writes to the deep
-            cache for the draft; empty if there is no deep cache.
-        mlp: Width of the blocks' MLPs; 0 for no MLP, None for the width of the model's MLPs.
-        eagle: Structure of an EAGLE-3 head: one block and a separate LM head, right after the
-            embeddings (N = 0). None for an exit head.
+        trained: Whether the head was trained. It is False for a head that was only initialised. An
+            untrained head without blocks is a placeholder that is not worth running.
+        calibration: Calibration prior of this head. If it is None, the controllers use their
+            default prior.
+        draft_vocab: The number of tokens that the head can predict, Vd. If it is 0, the head can
+            predict the whole vocabulary.
+        deep: Indices of the layers above N whose hidden states the verify graph writes to the deep
+            cache for the draft, in ascending order. It is empty if there is no deep cache.
+        mlp: Width of the blocks' MLPs. If it is 0, they have no MLP. If it is None, they have the
+            width of the model's MLPs.
+        eagle: Structure of an EAGLE-3 head, or None for an exit head. An EAGLE-3 head has one block
+            and a separate LM head, and follows right after the embeddings (N = 0).
     """
 
     layer: int
@@ -730,12 +747,13 @@ class ExitConfig:
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The layers after which the verify graph writes states for the head, ascending."""
+        """The layers after which the verify graph writes states for the head, in ascending
+        order."""
         return self.eagle.layers if self.eagle else self.deep
 
 
 def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
-    """The reason why a model cannot have this head; None if it can."""
+    """The reason why a model cannot have this head, or None if it can."""
     deep = exit_config.deep
     eagle = exit_config.eagle
     if list(deep) != sorted(set(deep)) or not all(
@@ -774,28 +792,29 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 
 
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Number of caches that hold a head's states: the deep cache, or the state caches of an EAGLE-3
-    head."""
+    """Number of caches that hold a head's states. These are the deep cache, or the state caches of
+    an EAGLE-3 head."""
     if exit_config.eagle:
         return geometry.caches_for(geometry.hidden_size)
     return int(bool(exit_config.deep))
 
 
 def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Columns of the draft's logits: the size of the draft vocabulary, or V."""
+    """Number of columns of the draft's logits. It is the size of the draft vocabulary, or V without
+    one."""
     return exit_config.draft_vocab or geometry.vocab_size
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches, which follow the base layers' caches: first the caches of
-    its E blocks, then its state caches."""
+    """Indices of the exit head's caches, which follow the base layers' caches. The caches of its E
+    blocks come first, then its state caches."""
     first = geometry.num_caches
     states = state_caches(geometry, exit_config)
     return range(first, first + exit_config.blocks + states)
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
-    """Indices of the caches that the draft uses: the caches of the first N layers and of the exit
+    """Indices of the caches that the draft uses. They belong to the first N layers and to the exit
     head."""
     layers = range(exit_config.layer)
     own = [cache for layer in layers for cache in geometry.caches_of(layer)]

@@ -1,4 +1,5 @@
-"""Checks that the files of an engine directory are unchanged: hashes, sizes, times."""
+"""Check that the files of an engine directory are unchanged. The checks compare hashes, sizes and
+times."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,15 +11,15 @@ from eesd.common.manifest import MANIFEST_FILE, FileInfo, LinkInfo, Manifest
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
-"""Number and size of the pieces of a large file that are hashed, one megabyte in all. Weights of
-two models differ in every piece."""
+"""Number and size of the pieces of a large file that are hashed. Together, the pieces have one
+megabyte. Weights of two models differ in every piece."""
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
     """SHA-256 of a file.
 
     Args:
-        path: File to hash. It is read in pieces.
+        path: File to hash. The file is read in pieces.
         progress: Called with the number of bytes of each piece.
     """
     digest = hashlib.sha256()
@@ -80,13 +81,13 @@ def check_loaded(
     """Check files that are about to be loaded. This takes milliseconds, because large files are
     checked by samples.
 
-    The samples tell files of different models apart. Samples rarely show a change of single bytes;
-    :func:`verify_hashes` does.
+    The samples tell files of different models apart. They rarely show a change of single bytes, but
+    :func:`verify_hashes` finds such changes.
 
     Args:
         directory: Directory of the files.
         files: Descriptions of the files when they were written, by name.
-        remedy: What to do about a wrong file, for the message.
+        remedy: Advice about a wrong file. It is part of the error message.
 
     Raises:
         EESDError: A file is missing, or does not match its description.
@@ -113,7 +114,7 @@ def verify_hashes(
     Args:
         directory: Directory of the files.
         files: Descriptions of the files when they were written, by name.
-        remedy: What to do about a changed file, for the message.
+        remedy: Advice about a changed file. It is part of the error message.
         progress: Called with the bytes of each piece that was checked.
 
     Raises:

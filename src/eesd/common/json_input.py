@@ -1,7 +1,7 @@
-"""JSON from outside: files and lines that anybody may have written, edited or damaged.
+"""Read JSON from outside, such as files and lines that anybody may have written, edited or damaged.
 
-The result is always a value or an :class:`EESDError`: input that is too large, is nested too
-deeply, or has a number with thousands of digits is refused before use. A byte order mark is
+The result is always a value or an :class:`EESDError`. Input is refused before use if it is too
+large, is nested too deeply, or has a number with thousands of digits. A byte order mark is
 accepted. A line of JSON lines ends only at ``\\n``, because strings may hold Unicode's other line
 separators.
 """
@@ -19,8 +19,8 @@ from eesd.common.errors import EESDError
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 28
-"""Largest file that is read as JSON or text. The largest real files, tokenizers and prompts, are
-around ten megabytes in size."""
+"""Largest file that is read as JSON or text. The largest real files are tokenizers and prompts, and
+have around ten megabytes."""
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists. Real files nest about ten deep."""
 
@@ -30,8 +30,8 @@ def parse_json(text: str, name: str, remedy: str) -> Any:
 
     Args:
         text: The JSON text.
-        name: Name of the text, for the message.
-        remedy: What to do if it cannot be used, for the message.
+        name: Name of the text. It is used in the error message.
+        remedy: Advice for the error message, in case the text cannot be used.
 
     Raises:
         EESDError: The text is not JSON, or is nested too deeply.
@@ -66,7 +66,7 @@ def read_text(path: Path, remedy: str) -> str:
 
     Args:
         path: The file.
-        remedy: What to do if it cannot be used, for the message.
+        remedy: Advice for the error message, in case the file cannot be used.
 
     Raises:
         EESDError: The file is larger than :data:`MAX_BYTES`, or is not UTF-8.
@@ -92,7 +92,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
     Args:
         path: The file.
-        remedy: What to do if it cannot be used, for the message.
+        remedy: Advice for the error message, in case the file cannot be used.
 
     Raises:
         EESDError: The file is missing, unreadable, too large, not UTF-8, not JSON, or nested too
@@ -123,8 +123,8 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
 
     Args:
         text: One JSON value per line.
-        name: Name of the text, for the message.
-        remedy: What to do if a line cannot be used, for the message.
+        name: Name of the text. It is used in the error message.
+        remedy: Advice for the error message, in case a line cannot be used.
 
     Raises:
         EESDError: A line is not JSON, or is nested too deeply.
@@ -138,8 +138,8 @@ def from_json(kind: type[T], value: Any) -> T:
     """Make a dataclass from a JSON object that has exactly its fields, with the annotated types.
 
     Args:
-        kind: The dataclass. Its fields are plain types, dataclasses, tuples of any length, dicts
-            with text keys, or optional.
+        kind: The dataclass. Its fields are plain types, dataclasses, tuples of any length, or dicts
+            with text keys. Any of these may be optional.
         value: The parsed JSON.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Probes of this machine: packages, processors, memory, GPU. They load torch only if there is an
-NVIDIA driver."""
+"""Probes of this machine, which look at its packages, processors, memory and GPU. They load torch
+only if there is an NVIDIA driver."""
 
 import ctypes
 import importlib.util
@@ -19,7 +19,7 @@ TORCH_ENGINE = ("torch", "safetensors", "onnx")
 
 
 def installed(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -31,7 +31,7 @@ def pip_install(extra: str = "", *options: str) -> str:
     index.
 
     Args:
-        extra: An extra to install, too.
+        extra: Name of an extra to install, too.
         options: Further options of pip.
     """
     wanted = f"[{extra}]" if extra else ""
@@ -49,8 +49,8 @@ def pip_install(extra: str = "", *options: str) -> str:
 
 
 def _installed_from() -> str:
-    """The URL of the checkout, wheel or repository that pip installed EESD from; "" if that was a
-    package index."""
+    """The URL of the checkout, wheel or repository from which pip installed EESD, or "" if it came
+    from a package index."""
     try:
         found = distribution("eesd").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -66,8 +66,8 @@ def cores() -> int:
 
 
 def release_freed_memory() -> None:
-    """Return memory that the process has freed to the system; glibc would keep it. Does nothing
-    with other C libraries."""
+    """Return memory that the process has freed to the system, because glibc would keep it. This
+    function does nothing with other C libraries."""
     if os.name == "posix" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
@@ -103,7 +103,8 @@ def torch_sees_gpu() -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that are still available; 8 GiB if the system does not report them."""
+    """Number of bytes of main memory that are still available, or 8 GiB if the system does not
+    report it."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):

@@ -1,4 +1,5 @@
-"""A description of this machine for reports, and the NVIDIA driver's answers about its GPUs."""
+"""A description of this machine for reports. The module also asks the NVIDIA driver about its
+GPUs."""
 
 import os
 import platform
@@ -13,7 +14,8 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "am
 
 
 def describe() -> dict[str, str]:
-    """Python, processor, memory, GPU and driver, and ONNX Runtime's providers, in words."""
+    """Describe Python, the processor, the memory, the GPU and its driver, and the providers of ONNX
+    Runtime."""
     try:
         from onnxruntime import get_available_providers
 
@@ -36,7 +38,7 @@ def cpu_features() -> list[str]:
 
 
 def _processor() -> dict[str, str]:
-    """Fields of the first processor in Linux's report; empty on other systems."""
+    """Fields of the first processor in Linux's report. The result is empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -67,8 +69,8 @@ def _gpu() -> str:
 
 
 def compute_capability() -> str | None:
-    """Compute capability of the first GPU that CUDA programs see, such as ``9.0``; None if there is
-    no GPU.
+    """Compute capability of the first GPU that CUDA programs see, such as ``9.0``, or None if there
+    is no GPU.
 
     The answer comes from torch if it is already imported, and from the driver if not. The driver
     numbers GPUs like ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or if all
@@ -101,7 +103,7 @@ def _of_first_gpu(field: str) -> str | None:
 
 
 def query_gpus(fields: str) -> list[str] | None:
-    """A line for each GPU; None if no driver answers."""
+    """Returns a line for each GPU, or None if no driver answers."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -1,4 +1,4 @@
-"""``manifest.json``: the contract between exporting and running an engine directory.
+"""``manifest.json`` is the contract between the export and the use of an engine directory.
 
 docs/engine-directory.md specifies the format. Reading checks every value before anything uses it.
 The module needs no torch.
@@ -39,10 +39,11 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
-"""File with the ids of the draft vocabulary, ascending, as little-endian int64. It is external data
-of the draft graph."""
+"""File with the ids of the draft vocabulary. They are little-endian int64 in ascending order. The
+file is external data of the draft graph."""
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options adopted from a model's ``generation_config.json``, as vLLM does by default."""
+"""Sampling options that are adopted from a model's ``generation_config.json``, as vLLM does by
+default."""
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -56,22 +57,22 @@ SPECIAL_TOKENS = (
 DEFAULT_SLOTS = 4096
 DEFAULT_TREE_NODES = 32
 DEFAULT_TOP_K = 8
-"""Export defaults of ``max_seq_len`` (at most the model's number of positions), ``max_tree_nodes``
-and ``draft_top_k``."""
+"""Defaults of an export for ``max_seq_len`` (at most the model's number of positions),
+``max_tree_nodes`` and ``draft_top_k``."""
 MAX_SLOTS = 1 << 24
 MAX_TREE_NODES = 512
 MAX_TOP_K = 64
 """Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
-"""Prompt tokens of one prefill call on the CPU."""
+"""Number of prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
-"""Prompt tokens of one prefill call on a GPU. Up to about this number of tokens, a call takes
-longer to read all weights than to compute."""
+"""Number of prompt tokens of one prefill call on a GPU. Up to about this number of tokens, a call
+takes longer to read all weights than to compute."""
 MASKED = -30000.0
-"""Additive mask of a hidden slot. It fits float16, and makes the slot's softmax weight exactly
-zero."""
+"""Value that the additive mask has at a hidden slot. It fits float16, and makes the slot's softmax
+weight exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
-"""Metadata property of a graph: the rows of its rotary tables."""
+"""Name of a graph's metadata property, which stores the number of rows of its rotary tables."""
 EXACT_NODES = 64
 """Up to this number of nodes, a GPU spends more time on reading weights than on computing, so a
 call with this number of nodes costs little more than a smaller call."""
@@ -109,8 +110,8 @@ class GraphInfo:
 
     @property
     def results(self) -> tuple[TensorInfo, ...]:
-        """The outputs that are not caches: logits or a hidden state; for the draft, also candidates
-        and log-probabilities."""
+        """The outputs that are not caches. These are the logits or a hidden state. The draft also
+        returns candidates and their log-probabilities."""
         return self.outputs[: len(self.outputs) - 2 * len(self.caches)]
 
 
@@ -121,8 +122,8 @@ class FileInfo:
     Attributes:
         size: Size in bytes.
         sha256: SHA-256 of the file.
-        samples: For a file that is too large to be hashed at each load: SHA-256 of 256 pieces of
-            4096 bytes at equal distances. Empty for a smaller file.
+        samples: SHA-256 of 256 pieces of 4096 bytes at equal distances, for a file that is too
+            large to be hashed at each load. It is empty for a smaller file.
     """
 
     size: int
@@ -158,16 +159,16 @@ class PlanInfo:
         sha256: SHA-256 of the plan file.
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
         version: Version of the builder.
-        compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that
-            the flavour supports.
-        source: SHA-256 of everything that determines the plan: graph, weights, options and builder
-            version.
+        compute_capabilities: GPUs that the plan was built for, such as ``8.9``. If it is empty, the
+            plan runs on any GPU that the flavour supports.
+        source: SHA-256 of everything that determines the plan. This includes the graph, the
+            weights, the options and the builder version.
         max_batch: Largest number of sequences in a decoding call.
-        profiles: The (min, opt, max) nodes of a call: one profile for decoding and, except in the
-            draft's plan, one for prefill.
+        profiles: The (min, opt, max) nodes of a call. There is one profile for decoding and, except
+            in the draft's plan, another for prefill.
         fused_attentions: Number of layers whose attention runs as a single kernel.
         fused_cache_updates: Number of cache updates that run as a single kernel.
-        refit: For a plan without weights, SHA-256 of the graph and weights that are loaded with it.
+        refit: SHA-256 of the graph and weights that are loaded with a plan without weights.
             Empty if the plan contains its weights.
         samples: As in :class:`FileInfo`.
     """
@@ -194,7 +195,8 @@ class PlanInfo:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling options of a model's ``generation_config.json``; None if not in the file.
+    """The sampling options of a model's ``generation_config.json``. An option is None if it is not
+    in the file.
 
     Attributes:
         not_applied: Options of the file that would change the tokens but are not applied.
@@ -218,7 +220,7 @@ class SamplingDefaults:
 
     @property
     def notice(self) -> str:
-        """One line about the options that are not applied; empty if there are none."""
+        """One line about the options that are not applied, or "" if there are none."""
         if not self.not_applied:
             return ""
         names = ", ".join(self.not_applied)
@@ -236,22 +238,22 @@ class Manifest:
         exit_head: Configuration of the exit head.
         dtype: Element type of weights, caches and activations.
         quantization: Quantization of the weights.
-        max_seq_len: S, the slots of the KV cache.
-        max_tree_nodes: M, the largest number of drafted nodes in a round.
-        draft_top_k: K, the candidates that the draft returns for each node.
-        bos_token_id: Token that begins a text; None if the model has none.
+        max_seq_len: Number of slots of the KV cache, S.
+        max_tree_nodes: The largest number of drafted nodes in a round, M.
+        draft_top_k: Number of candidates that the draft returns for each node, K.
+        bos_token_id: Token that begins a text, or None if the model has none.
         eos_token_ids: Tokens that end a text.
-        sampling: Sampling of requests that set no options.
+        sampling: Sampling options of requests that set none.
         draft: The draft graph.
-        verify: The verify graph: its stages in order, or a single one.
+        verify: The stages of the verify graph in order. An unsplit verify graph has a single stage.
         files: Description of every file that the export wrote, except the manifest and builds for
             the CPU.
-        linked: Checkpoint files that are hard-linked into the directory; empty without
+        linked: Checkpoint files that are hard-linked into the directory. The list is empty without
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
-        plans: TensorRT plans by the name of the graph file that they were built from.
-        packed: SHA-256 of the file list of a build for the CPU, if the weights are only in that
-            build; empty if not.
+        plans: TensorRT plans. Each key is the name of the graph file that the plan was built from.
+        packed: SHA-256 of the file list of a build for the CPU if the weights are only in that
+            build. It is empty if they are elsewhere.
     """
 
     format_version: int
@@ -295,8 +297,8 @@ class Manifest:
 
     @property
     def gpu_slots(self) -> int:
-        """Number of cache slots on a GPU: the text's slots, and room for the nodes that pad a
-        round.
+        """Number of cache slots on a GPU. The caches have slots for the text, and room for the
+        nodes that pad a round.
 
         The number is a multiple of 16, so that the caches of every layer are aligned as TensorRT
         requires.
@@ -305,13 +307,14 @@ class Manifest:
 
     @property
     def gpu_prefill_chunk(self) -> int:
-        """Prompt tokens of one prefill call on a GPU: the builder's default for plans."""
+        """Number of prompt tokens of one prefill call on a GPU. The builder uses this default for
+        plans."""
         return min(GPU_PREFILL_CHUNK, self.max_seq_len)
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The graphs that run: the draft graph, unless it is a placeholder, and the verify
-        stages."""
+        """The graphs that run. These are the verify stages, and the draft graph unless it is a
+        placeholder."""
         return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
     @property
@@ -322,7 +325,7 @@ class Manifest:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weights are only in a build for the CPU, so that there is no
+        """Whether the weights are only in a build for the CPU. The directory then has no
         :data:`WEIGHTS_FILE`."""
         return WEIGHTS_FILE not in self.files
 
@@ -336,7 +339,7 @@ class Manifest:
             )
 
     def base_layers(self, graph: GraphInfo) -> range:
-        """The base layers that ``graph`` runs: none for the draft of an EAGLE-3 head."""
+        """The base layers that ``graph`` runs. The draft of an EAGLE-3 head runs none."""
         if graph == self.draft:
             return range(self.exit_head.layer)
         every = range(self.geometry.num_layers)
@@ -466,8 +469,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
 
 
 def _draft_vocab_fits(manifest: Manifest) -> bool:
-    """Whether the draft vocabulary is consistent: either there is none, or it has a file, and
-    enough tokens for a node's candidates."""
+    """Whether the draft vocabulary is consistent. Either there is none, or it has a file and enough
+    tokens for a node's candidates."""
     head = manifest.exit_head
     listed = DRAFT_VOCAB_FILE in manifest.files
     if not head.draft_vocab:
@@ -525,8 +528,8 @@ def _check_graph(
     """Check that a graph has exactly these caches, and the inputs and outputs that the runtime
     binds.
 
-    The first stage reads token ids and the last returns logits. Between stages, hidden states are
-    passed on.
+    The first stage reads token ids, and the last stage returns logits. Between stages, hidden
+    states are passed on.
     """
     geometry = manifest.geometry
     dtype = manifest.dtype

@@ -9,6 +9,6 @@ def table_text(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> s
 
 
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table, and an empty line."""
+    """Returns the lines of a table, followed by an empty line."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
     return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]

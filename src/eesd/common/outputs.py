@@ -41,7 +41,8 @@ def check_own(path: Path, beginning: str) -> None:
 
 
 def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
-    """Delete a directory unless it is ``foreign``. Returns the reason for keeping it, or ""."""
+    """Delete a directory unless it is ``foreign``. Returns the reason for keeping it, or "" if it
+    was deleted."""
     with claimed(path) as claim:
         kept = claim.move_aside(foreign)
         if not kept and lexists(claim.old):

@@ -1,7 +1,8 @@
-"""The calibration prior of an exit head: the controllers' assumptions about the head's confidence
-before the first round.
+"""The calibration prior of an exit head. It describes the assumptions of the controllers about the
+head's confidence before the first round.
 
-``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
+``eesd-distill`` fits one prior for each head, and ``exit_head.json`` and ``manifest.json`` store
+it.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class CalibrationPrior:
     z + b).
 
     The score z is a weighted sum of a drafted token's features. The shift a and the slope s belong
-    to the model, the offset b to one request. The defaults are for heads without a fitted prior.
+    to the model, and the offset b belongs to one request. The defaults are used for heads without a
+    fitted prior.
 
     Attributes:
         accept: Feature weights [5] of the score for "the drafted token is accepted".

@@ -1,4 +1,4 @@
-"""Quantization of an engine directory's weights, and the weight names on which it depends. The
+"""The quantization of an engine directory's weights, and the weight names on which it depends. The
 module needs no torch."""
 
 from dataclasses import dataclass, field
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
 QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
-"""Values of ``--quantize``: formats of linear weights."""
+"""Values of ``--quantize``. They are formats of linear weights."""
 FP8 = "float8e4m3fn"
 FP4 = "float4e2m1"
-"""ONNX names of small floating-point types: 8 bits for -448 to 448, and 4 bits for -6 to 6."""
+"""ONNX names of small floating-point types. The first has 8 bits and holds -448 to 448, and the
+second has 4 bits and holds -6 to 6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
 """Element types of quantized weights. Unsigned types have zero points or minimums."""
 BITS = {
@@ -46,25 +47,27 @@ PACKED = {
     ".qkv_a_proj.": (".q_a_proj.", ".kv_a_proj."),
     ".in_mixed_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_b_proj.", ".in_a_proj."),
 }
-"""Linear layers with the same input that are packed into one product: a part of the packed layer's
-name, and the corresponding parts of the layers' names, in order."""
+"""Linear layers that have the same input and are packed into one product. Each key is a part of the
+packed layer's name, and its value has the corresponding parts of the layers' names, in order."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of weights of an engine directory: ``scale * (level - zero_point) + minimum``.
+    """Quantization of weights of an engine directory. The value of a weight is ``scale * (level -
+    zero_point) + minimum``.
 
     A weight whose number of inputs is not a multiple of ``block`` is not quantized.
 
     Attributes:
-        weights: Element type of the levels, and of their zero points: one of :data:`LEVELS`.
-        block: Number of consecutive inputs of one output that share a scale, and a zero point or a
-            minimum.
-        minimums: Whether weights have minimums. Then they have no zero points.
-        scales: Element type of scales and minimums: ``float16`` or ``float32``, or :data:`FP8` with
-            a factor for the whole weight. None: the directory's.
+        weights: Element type of the levels and of their zero points. It is one of :data:`LEVELS`.
+        block: Number of consecutive inputs of one output that share a scale and, if there are any,
+            a zero point or a minimum.
+        minimums: Whether weights have minimums. If they do, they have no zero points.
+        scales: Element type of scales and minimums. It is ``float16``, ``float32``, or :data:`FP8`
+            with a factor for the whole weight. If it is None, they have the directory's element
+            type.
     """
 
     weights: str
@@ -113,7 +116,7 @@ class Quantization:
 FP8_WEIGHTS = Quantization(FP8, BLOCK)
 """Result of ``--quantize fp8``."""
 NVFP4 = Quantization(FP4, 16, scales=FP8)
-"""Result of ``--quantize nvfp4``: NVIDIA's format of that name."""
+"""Result of ``--quantize nvfp4``, which is NVIDIA's format of that name."""
 MXFP4 = Quantization(FP4, BLOCK, scales="float32")
 """Levels of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
 SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
@@ -122,7 +125,8 @@ SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Quantization of the weights, by use. None leaves weights in the directory's element type.
+    """Quantization of the weights by their use. Weights whose quantization is None keep the
+    directory's element type.
 
     Attributes:
         layers: Quantization of the base layers.
@@ -131,10 +135,10 @@ class Quantizations:
         draft: Quantization of the exit head, and of the draft's copies of base layers and LM head.
             Only drafted tokens depend on these. The draft has a copy only if the copy takes fewer
             bits than the verify graph's weight.
-        tensors: Quantizations of single tensors by their checkpoint names, in place of the
-            quantizations above. These tensors keep the levels of the checkpoint's file, and the
-            draft has no copies of them. The embedding table can be quantized only in this way, to 8
-            bits; a tied LM head is then the same tensor.
+        tensors: Quantizations of single tensors by their checkpoint names. They take precedence
+            over the quantizations above. These tensors keep the levels of the checkpoint's file,
+            and the draft has no copies of them. The embedding table can be quantized only in this
+            way, to 8 bits. A tied LM head is then the same tensor.
     """
 
     layers: Quantization | None = None
@@ -172,8 +176,8 @@ class Quantizations:
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
-        """Name, in the draft graph, of a weight that is called ``name`` in the verify graph: the
-        same name, or the name of the draft's copy."""
+        """Name that a verify graph's weight called ``name`` has in the draft graph. It is the same
+        name, or the name of the draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
         own = self.of(name, shape)
@@ -192,8 +196,8 @@ def is_linear(name: str) -> bool:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Names of the weights or biases that a packed weight or bias consists of; the name itself if
-    it is not packed."""
+    """Names of the weights or biases that make up a packed weight or bias. If it is not packed, the
+    result is its name."""
     for packed, parts in PACKED.items():
         if packed in name:
             return tuple(name.replace(packed, part) for part in parts)

@@ -196,12 +196,13 @@ def block_weights(of: Block) -> dict[str, Shape]:
 
 @lru_cache
 def graph_needs(geometry: Geometry, head: ExitConfig, layers: range | None) -> Shapes:
-    """The weights and caches of a graph. The result is shared: do not change it.
+    """The weights and caches of a graph. The result is shared, so callers must not change it.
 
     Args:
         geometry: Geometry of the base model.
         head: Configuration of the exit head.
-        layers: Base layers of the verify graph or one of its stages; None for the draft graph.
+        layers: Base layers of the verify graph or of one of its stages, or None for the draft
+            graph.
     """
     model = Model(geometry, head)
     shapes = Shapes(model)

@@ -1,7 +1,8 @@
-"""Terminal output: tables, progress bars, coloured text.
+"""Terminal output, such as tables, progress bars and coloured text.
 
-Text is shown unchanged: ``[red]`` in a model's name or a path is not a style, and ``:smile:`` not
-an emoji. Only this module uses rich. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` disable colours.
+Text is shown unchanged. For example, ``[red]`` in a model's name or a path is not treated as a
+style, and ``:smile:`` is not treated as an emoji. Only this module uses rich. ``NO_COLOR``
+(no-color.org) and ``TERM=dumb`` disable colours.
 """
 
 import os
@@ -23,7 +24,8 @@ from rich.progress import Progress as Progress
 from rich.table import Table as Table
 
 SILENCE = 20.0
-"""Seconds between two progress lines of a long step, if no bar can be shown."""
+"""Number of seconds between two progress lines of a long step. The lines are printed if no bar can
+be shown."""
 
 
 class Console(rich.console.Console):
@@ -62,7 +64,7 @@ def progress_bar(
 
     Args:
         label: Name of the step.
-        total: The number at the end; None if it is unknown.
+        total: The number at which the step is complete, or None if it is unknown.
         announce: Whether to print a line at the start, if stderr is not a terminal.
     """
     with progress() as bar:

@@ -1,6 +1,6 @@
-"""The weights of a model, an exit head and a graph, and how an engine directory stores them. All
-code that writes, reads, links, splits or counts weights uses these rules. The module needs no
-torch.
+"""The weights of a model, an exit head and a graph. The module also defines how an engine directory
+stores them. All code that writes, reads, links, splits or counts weights uses these rules. The
+module needs no torch.
 """
 
 import re
@@ -48,7 +48,7 @@ FACTOR = ".factor"
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 """The rotary tables of an EAGLE-3 head, whose frequencies differ from the model's."""
 DEEP = f"{EXIT_HEAD}deep"
-"""Prefix of the weights that compute deep states."""
+"""Prefix of the names of weights that compute deep states."""
 
 OUTPUTS = 0
 INPUTS = 1
@@ -70,13 +70,14 @@ class StoredWeight:
     Attributes:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the name in
             the exit head.
-        shape: Shape in the checkpoint; [out, in] for a linear layer.
+        shape: Shape in the checkpoint. It is [out, in] for a linear layer.
         dtype: Element type of the weight, or of its scales unless the quantization specifies
-            another. It is the directory's, except float32 for rotary tables, wide norms and
-            biases by which experts are chosen, and int64 for the draft vocabulary.
+            another. This is the directory's element type for most weights. It is float32 for rotary
+            tables, for wide norms, and for the biases that are added to choose experts. It is int64
+            for the draft vocabulary.
         transposed: Whether the weight is stored as [in, out], the layout of MatMul. The embedding
             table never has this layout.
-        quantization: None if the weight is stored in ``dtype``.
+        quantization: Quantization of the weight, or None if the weight is stored in ``dtype``.
     """
 
     name: str
@@ -92,10 +93,10 @@ class StoredWeight:
 
     @property
     def scales_shape(self) -> Shape:
-        """Shape of scales, zero points and minimums: [in / block, out], or [out, in / block] if the
-        weight is not transposed.
+        """Shape of scales, zero points and minimums. It is [in / block, out], or [out, in / block]
+        if the weight is not transposed.
 
-        Only for quantized weights.
+        Only quantized weights have it.
         """
         assert self.quantization is not None
         shape = self.shape[0], self.shape[1] // self.quantization.block
@@ -103,14 +104,14 @@ class StoredWeight:
 
     @property
     def scales_dtype(self) -> str:
-        """Element type of scales and minimums; only for quantized weights."""
+        """Element type of scales and minimums. Only quantized weights have it."""
         assert self.quantization is not None
         return self.quantization.scales or self.dtype
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight, and the scales, zero points, minimums
-        and factor of a quantized weight."""
+        """Name and bytes of each stored tensor. These are the weight and, if it is quantized, its
+        scales, zero points, minimums and factor."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -132,8 +133,8 @@ class StoredWeight:
         return sum(self.tensors.values())
 
     def keeps_levels(self, ranks: int = 1) -> bool:
-        """Whether torch can keep the weight as levels on a GPU, split over ``ranks``: it can for
-        linear layers, if no rank begins within a block."""
+        """Whether torch can keep the weight as levels on a GPU, split over ``ranks``. This works
+        for linear layers if no rank begins within a block."""
         of = self.quantization
         if of is None or not self.transposed or not of.integers:
             return False
@@ -159,7 +160,7 @@ def stored_weight(
         shape: Shape in the checkpoint.
         dtype: Element type of the directory.
         quantization: Quantization of the directory's weights.
-        linked: Whether the weight stays in the checkpoint's file, and so in the checkpoint's
+        linked: Whether the weight stays in the checkpoint's file. It then keeps the checkpoint's
             layout.
         wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
@@ -184,7 +185,7 @@ def packed_name(parts: Sequence[str]) -> str:
 
 
 def split_side(name: str) -> int | None:
-    """The side along which ranks split a layer's weight or bias; None if each rank has the whole
+    """The side along which ranks split a layer's weight or bias, or None if each rank has the whole
     weight."""
     layer = parts_of(f".{name}")[0].split(".")[-2]
     return next((side for side, layers in _SPLIT.items() if layer in layers), None)
@@ -204,8 +205,8 @@ def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfi
 def can_be_packed(
     parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations
 ) -> bool:
-    """Whether the weights or biases of some layers can be packed: their weights must be quantized
-    alike.
+    """Whether the weights or biases of some layers can be packed. This requires that their weights
+    are quantized alike.
 
     Args:
         parts: Names of the weights or biases.
@@ -217,7 +218,7 @@ def can_be_packed(
 
 
 def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> dict[str, Shape]:
-    """The shapes, with packed layers instead of their parts."""
+    """Returns the shapes, in which packed layers replace their parts."""
     left = dict(shapes)
     apart = set[str]()
     for packed, modules in PACKED.items():
@@ -235,7 +236,8 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
 
 
 def lm_head_name(geometry: Geometry) -> str:
-    """Name of the base model's LM head; the embedding table if the two are tied."""
+    """Name of the base model's LM head. If it is tied to the embedding table, this is the name of
+    the table."""
     return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
 
 
@@ -285,7 +287,7 @@ def graph_shapes(
     Args:
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
-        slots: S, the number of rows of the rotary tables.
+        slots: The number of rows of the rotary tables, S.
         layers: Base layers of the graph, in order.
         draft: True for the draft graph, False for the verify graph or one of its stages.
         dtype: Element type of the directory.
