@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """A function that takes a name and a function that fills a directory. It returns the directory,
-    which is filled once for all test processes."""
+    """Returns a function that takes a name, and a second function that fills a directory. The
+    returned function gives the directory, which is filled only once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if WORKER else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 @pytest.fixture(scope="session")
 def planned(shared: Shared) -> late_gpus.Planned:
-    """A function that returns the engine directory for a setting of an LLM on fake GPUs."""
+    """Returns a function that gives the engine directory for a setting of an LLM on fake GPUs."""
     return partial(late_gpus.directory, shared)
 
 
@@ -141,8 +141,8 @@ def torch_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family_dir(shared: Shared) -> Callable[[str], Path]:
-    """A function that takes a family's name and returns its checkpoint directory. Copy the
-    directory before changing it."""
+    """Returns a function that takes the name of a family and gives its checkpoint directory. Copy
+    the directory before changing it."""
     return lambda name: shared(f"family-{name}", lambda path: build(FAMILIES[name], path))
 
 

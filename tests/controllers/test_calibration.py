@@ -1,4 +1,5 @@
-"""The calibration and cost-aware drafting learn the known parameters of simulated streams."""
+"""Tests that the calibration and cost-aware drafting learn the known parameters of simulated
+streams."""
 
 import dataclasses
 import json
@@ -38,8 +39,8 @@ def outcome(
 def grid_posterior(
     labels: list[tuple[float, bool]], prior: CalibrationPrior
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the intercept a + b by brute force, with the slope fixed at
-    1."""
+    """Computes the mean and the standard deviation of the intercept a + b by brute force. The slope
+    is fixed at 1."""
     a = np.linspace(-6, 6, 2001)
     log_density = -(a**2) / 2 / (prior.shift**2 + prior.request**2)
     for z, accepted in labels:

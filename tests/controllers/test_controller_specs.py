@@ -1,4 +1,5 @@
-"""Any value of ``--controller`` gives a controller, or an error of one sentence."""
+"""Tests that any value of ``--controller`` either gives a controller or raises an error of one
+sentence."""
 
 import inspect
 

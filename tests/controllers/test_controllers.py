@@ -1,4 +1,5 @@
-"""Controllers without an engine: their decisions, and what they learn."""
+"""Tests of the controllers without an engine. They check what the controllers decide and what they
+learn."""
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ SPECS = [
 
 
 def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
-    """Decisions in an invented stream of rounds, whose outcomes the controller observes."""
+    """Returns the controller's decisions in an invented stream of rounds. The controller observes
+    the outcome of each round."""
     random = np.random.default_rng(seed)
     decisions = []
     for number in range(count):

@@ -45,8 +45,8 @@ def play(
     tokens: int = 2,
     expected: float | None = None,
 ) -> list[bool]:
-    """Run rounds of fixed cost: a drafting round takes ``seconds`` and commits ``tokens``, a plain
-    round commits one. Returns which rounds drafted."""
+    """Run rounds of fixed cost. A drafting round takes ``seconds`` and commits ``tokens`` tokens,
+    and a plain round commits one token. Returns which rounds drafted."""
     drafted = []
     for _ in range(rounds):
         if guard.allows(EXIT):
@@ -80,7 +80,7 @@ def test_stays_while_drafting_is_faster() -> None:
 
 @pytest.mark.parametrize("seconds", [2.0, 2.1, 2.5, 4.0])
 def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
-    """The only losses are one round, before the cost is known, and the allowance."""
+    """Only two things are lost: one round, because the cost is not known yet, and the allowance."""
     guard = Guard()
     drafted = play(guard, 4000, seconds)
     lost = sum(drafted) * (seconds - 2)
@@ -175,7 +175,7 @@ def test_expectations_that_are_not_met_count_for_little() -> None:
 
 
 def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
-    """For a while all calls take five times as long: drafting still pays, and continues."""
+    """For a while all calls take five times as long. Drafting still pays, so it continues."""
     guard = Guard()
     play(guard, 500, 1.3)
     drafted = play(guard, 200, 5 * 1.3, plain=5.0)
@@ -199,7 +199,7 @@ def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> No
 
 
 def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
-    """The other drafter commits the tokens that increase the allowance. Rounds without drafts may
+    """The tokens that the other drafter commits increase the allowance. Rounds without drafts may
     be as rare as probes."""
     guard = Guard()
     play(guard, TERMS.near, 1.0)

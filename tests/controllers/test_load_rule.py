@@ -1,5 +1,5 @@
-"""Decisions of the batch's rule in a simulation with known acceptance rates of rows and known costs
-of calls."""
+"""Tests of what the batch's rule decides in a simulation. The acceptance rates of the rows and the
+costs of the calls are known."""
 
 from collections.abc import Callable
 from math import log
@@ -16,12 +16,13 @@ pytestmark = pytest.mark.fast
 
 SLOTS = 256
 PRIOR = CalibrationPrior(accept=(0.0, 0.0, 1.0, 0.0, 0.0), following=(0.0, 0.0, 0.0, 0.0, 0.0))
-"""The draft's log-odds are those of acceptance, and independent of the next token."""
+"""With this prior, the draft's log-odds equal the log-odds of acceptance, and they do not depend on
+the next token."""
 
 
 def verify_seconds(rows: int, nodes: int) -> float:
-    """Weights take 20 ms, and a node 0.9 ms, as measured with 135 M weights in float32 on two
-    processors."""
+    """Reading the weights takes 20 ms and each node takes 0.9 ms. These times were measured with
+    135 M weights in float32 on two processors."""
     return 20e-3 + 0.7e-3 * rows + 0.9e-3 * nodes
 
 
@@ -35,8 +36,8 @@ def draft_seconds(rows: int) -> float:
 
 
 class Rows:
-    """A simulation of rows that draft and verify as a rule decides. Chances are around 0.9 or
-    0.2."""
+    """A simulation of rows that draft and verify as a rule decides. The chance of acceptance is
+    around 0.9 or around 0.2."""
 
     def __init__(
         self,
@@ -281,7 +282,8 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
 
 
 def test_a_few_fast_calls_are_no_failure() -> None:
-    """Very fast calls do not determine the line, and their moments are large."""
+    """A few very fast calls do not determine the fitted line. The moments of these calls are
+    large."""
     costs = BatchCosts()
     for seconds in (1e-6, 2e-6, 1e-8):
         costs.add(4, 1024, 8192, seconds)

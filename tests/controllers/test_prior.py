@@ -1,5 +1,5 @@
-"""The calibration prior: fitted to validation texts, stored with the head, exported into the
-manifest, used by controllers."""
+"""Tests of the calibration prior. It is fitted to validation texts, stored with the head, exported
+into the manifest, and used by controllers."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 def texts(
     count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH
 ) -> list[LabelledText]:
-    """Texts whose drafted tokens are correct with the probability that ``truth`` predicts at depth
-    2, plus a random offset per text."""
+    """Returns texts whose drafted tokens are correct with the probability that ``truth`` predicts
+    at depth 2. Each text adds a random offset."""
     random = np.random.default_rng(seed)
     drafts = []
     for b in random.normal(0, offset, count):
@@ -92,8 +92,8 @@ def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> N
 
 
 def test_labels_end_with_the_first_rejection() -> None:
-    """Two rounds: four drafted tokens, two of them accepted; one drafted token (the last token is
-    not drafted)."""
+    """There are two rounds. The first drafts four tokens, of which two are accepted. The second
+    drafts one token, because the last token of the text is not drafted."""
     correct = np.array([True, True, False, True, False])
     drafts = GreedyDrafts(
         correct[None], np.full((1, 5), 0.5, np.float32), np.arange(5, dtype=np.float32)[None]

@@ -1,4 +1,4 @@
-"""The rule for proposals of the text, with invented seconds."""
+"""Tests of the rule for proposals of the text. The durations are invented."""
 
 from collections.abc import Sequence
 
@@ -42,8 +42,8 @@ def round_of(
 def taught(
     rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP
 ) -> TextRule:
-    """A rule that has learned from rounds in which ``rights`` of ten proposed tokens were right,
-    and ``nodes`` were verified."""
+    """Returns a rule that has learned from rounds. In these rounds ``rights`` of ten proposed
+    tokens were right, and ``nodes`` nodes were verified."""
     rule = TextRule()
     for number, right in enumerate(rights):
         verified = nodes[number % len(nodes)]
@@ -125,8 +125,8 @@ def test_the_text_replaces_drafting_where_it_is_worth_more(
 
 
 def test_drafting_that_is_good_because_the_text_is_does_not_count() -> None:
-    """A draft that gains nothing alone, but much if the text continues after it, is not worth
-    drafting."""
+    """A draft may gain nothing alone, but much if the text continues after it. Such a draft is not
+    worth drafting."""
     rule = taught([4, 0, 1, 2] * 10)
     for number in range(80):
         copies = number % 2 == 0

@@ -1,5 +1,5 @@
-"""A budget chooses which of the draft's proposals are verified. The tokens remain those of plain
-decoding."""
+"""Tests that a budget chooses which of the draft's proposals are verified, and that the tokens
+remain those of plain decoding."""
 
 from typing import Any
 
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.fast
 DRAFT = 0.1
 PLAIN = 1.0
 NODE = 0.05
-"""Seconds of a draft step, of a verify pass over the root, and of each additional node."""
+"""How many seconds a draft step takes, how many a verify pass over the root takes, and how many
+each additional node adds."""
 
 
 def step(margin: float = 1.0) -> DraftStep:
@@ -50,8 +51,8 @@ def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome)
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
-    """A budget that has seen rounds of all sizes, each with the same number of tokens, so that its
-    rate is known and v(n) is linear."""
+    """Returns a budget that has seen rounds of all sizes. Each round had the same number of tokens,
+    so the budget's rate is known and v(n) is linear."""
     for number in range(rounds):
         observe(budget, [], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
     return budget
@@ -153,7 +154,7 @@ def test_a_chain_gets_second_candidates(harness: Harness) -> None:
 
 
 class Listener(Fixed):
-    """Drafts three tokens, and keeps its observations."""
+    """A controller that drafts three tokens, and stores the outcomes that it observes."""
 
     def __init__(self) -> None:
         super().__init__(k=3)

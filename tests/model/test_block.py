@@ -1,6 +1,6 @@
-"""Every description of a block gives the same result. With the same weights and tokens, the decoder
-and the modules of both graphs compute the logits of transformers. Graphs pack the weights of layers
-that share an input."""
+"""Tests that every description of a block gives the same result. With the same weights and tokens,
+the decoder and the modules of both graphs compute the logits of transformers. Graphs pack the
+weights of layers that share an input."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +31,8 @@ from lab.lease.engines import llama
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]
-"""A token tree in draft order, root first: three branches, leaves at depths 1 to 4."""
+"""A token tree in draft order, which begins with the root. The tree has three branches, and its
+leaves are at depths 1 to 4."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def no_grad() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One checkpoint, loaded by transformers and by :class:`Checkpoint`."""
+    """A checkpoint that both transformers and :class:`Checkpoint` have loaded."""
 
     reference: Any
     decoder: Decoder
@@ -106,7 +107,7 @@ def test_rejected_tokens_in_the_caches_do_not_matter(pair: Pair) -> None:
 
 
 def ancestors(node: int) -> list[int]:
-    """The path from the root to a node, including both."""
+    """Returns the path from the root to a node, including the root and the node."""
     path = []
     while node >= 0:
         path.append(node)
@@ -115,8 +116,8 @@ def ancestors(node: int) -> list[int]:
 
 
 def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
-    """Inputs for the tree after prompts of these lengths: node i is at slot start + i and position
-    start + depth."""
+    """Returns the inputs for the tree after prompts of these lengths. Node i is in slot start + i,
+    and its position is start + depth."""
     mask = torch.full((len(starts), 1, len(PARENTS), slots), MASKED)
     positions = torch.zeros(len(starts), len(PARENTS), dtype=torch.int64)
     for row, start in enumerate(starts):
@@ -217,8 +218,8 @@ def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
 
 
 def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
-    """On a prompt and its continuation, the draft graph runs token by token, the verify graph in
-    one pass."""
+    """Both graphs run a prompt and its continuation. The draft graph runs them token by token, and
+    the verify graph runs them in one pass."""
     tokens = random_tokens(2, 11)
     verified = graphs.caches()
     drafted = graphs.draft_part(graphs.caches())
@@ -303,7 +304,7 @@ def test_packed_weights_have_the_rows_of_their_parts() -> None:
     config = ExitConfig(1)
     apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
     packed = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False)
-    # The verify graph computes only keys and values there.
+    # In this layer, the verify graph computes only the keys and values.
     assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed
     for name, shape in packed.items():
         parts = [apart[part] for part in parts_of(name)]
@@ -332,8 +333,8 @@ def test_one_node_is_not_faster_where_the_draft_has_int8_weights(
 
 @pytest.mark.fast
 def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
-    """A tied LM head is the embedding table, of which the draft has no copy. Biases stay separate,
-    as their layers do."""
+    """A tied LM head is the embedding table, and the draft has no copy of this table. Biases stay
+    separate, as their layers do."""
     geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
     layer = "model.layers.0"
     own = {EMBEDDINGS: replace(INT8, scales="float16")}

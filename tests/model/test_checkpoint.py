@@ -1,5 +1,5 @@
-"""Supported model directories are read; damaged and unsupported ones are refused in one
-sentence."""
+"""Tests that supported model directories are read, and that damaged and unsupported directories are
+refused in one sentence."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ def sharded_dir(family_dir: FamilyDir, tmp_path: Path) -> Path:
 
 
 def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of a single-file checkpoint (with ``__`` for dots in names). None removes a
-    tensor."""
+    """Replace tensors of a single-file checkpoint. In the names, ``__`` stands for a dot. The value
+    None removes a tensor."""
     tensors: dict[str, Tensor | None] = dict(load_file(directory / WEIGHTS))
     tensors |= {name.replace("__", "."): value for name, value in changes.items()}
     save_file(
@@ -54,7 +54,7 @@ def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
-    """The action raises a one-line EESDError with all these words."""
+    """Check that the action raises an EESDError of one line that contains all these words."""
     with pytest.raises(EESDError) as caught:
         action()
     message = str(caught.value)

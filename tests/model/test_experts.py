@@ -1,4 +1,5 @@
-"""Mixtures of experts: layouts of checkpoints, refusals, the initial values of a head, and exports.
+"""Tests of mixtures of experts. They cover the layouts of checkpoints, the refusals, the initial
+values of a head, and exports.
 
 ``round/test_oracle.py`` compares their fields and tokens with transformers.
 ``operators/test_operators.py`` tests the operator.
@@ -51,7 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def models(shared: Shared) -> Callable[[str], Path]:
-    """A model of a family, which tests must not change."""
+    """Returns a function that gives a model of a family. Tests must not change this model."""
     return lambda name: shared(
         f"experts-{name}", lambda path: FamilyCase(name, SIZES | OWN[name], 2).write(path)
     )
@@ -64,7 +65,7 @@ def model(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Path
 
 @pytest.fixture
 def mixtral(models: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy that the test may change."""
+    """A copy of the Mixtral model that the test may change."""
     return Path(shutil.copytree(models("mixtral"), tmp_path / "mixtral"))
 
 
@@ -255,10 +256,10 @@ def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     last = decoder.model.layers[2]
     experts = last.mlp.experts
     with torch.no_grad():
-        if is_mixtral:  # with room for two
+        if is_mixtral:  # the layer has room for two experts
             both = (mlp_of(experts[0], x) + mlp_of(experts[1], x)) / 2
             torch.testing.assert_close(mlp_of(mlp, x), both)
-        else:  # one expert, and 8 of 24 columns of another
+        else:  # the layer has one expert, and 8 of the 24 columns of another
             assert torch.equal(mlp.gate_proj.weight[24:], experts[1].gate_proj.weight[:8])
             assert torch.equal(mlp.down_proj.weight[:, 24:], experts[1].down_proj.weight[:, :8] / 2)
 
@@ -276,8 +277,8 @@ def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
 
 
 def check_tokens_and_bits(plans: Path, backend: str) -> None:
-    """Drafting changes no token, and a token has the same bits when other tokens in the call use
-    other experts."""
+    """Drafting changes no token. The logits of a token have the same bits if the other tokens of
+    the call use other experts."""
     prompt = [1, 17, 5, 40, 3]
     manifest = load_manifest(plans)
     found = [

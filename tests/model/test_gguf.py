@@ -1,7 +1,7 @@
-"""A model in one or several GGUF files gives the weights, tokens and token ids that transformers
-reads from them, or is refused with the reason.
+"""Tests that a model in one or several GGUF files gives the weights, tokens and token ids that
+transformers reads from them. Other files are refused, and the error gives the reason.
 
-Texts end where llama.cpp ends them, and tokens that a file calls text remain text.
+Texts end where llama.cpp ends them, and tokens that a file marks as text remain text.
 """
 
 import json
@@ -101,7 +101,8 @@ def save(reference: Any, directory: Path) -> Path:
 
 
 def assert_same_as_transformers(path: Path) -> None:
-    """Every weight has the same bits, and equal logits show that the options are the same."""
+    """Check that every weight has the same bits, and that the logits are equal, which shows that
+    the options are the same."""
     checkpoint = Checkpoint(path)
     reference = transformers_reads(path)
     expected = reference.state_dict()
@@ -297,7 +298,8 @@ def test_gpt_oss_with_the_levels_of_its_experts(tmp_path: Path) -> None:
 
 
 def _as_gpt_oss(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The decoder's weights by transformers' names, with those of all experts together."""
+    """Returns the decoder's weights under the names that transformers uses. The weights of all
+    experts are joined."""
     found: dict[str, torch.Tensor] = {}
     for name, values in weights.items():
         name = name.replace(".mlp.gate.", ".mlp.router.").replace(".sinks.weight", ".sinks")
@@ -334,7 +336,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
 
 
 def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
-    """So an exit head trained for one also fits the other."""
+    """For this reason, an exit head that was trained for the file also fits the directory."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0", table="Q8_0"))
     directory = save(transformers_reads(path), tmp_path / "directory")
     assert Checkpoint(path).fingerprint() == Checkpoint(directory).fingerprint()
@@ -352,7 +354,7 @@ def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
     stored = gguf.GGUFReader(path).tensors
     bias = next(tensor.data for tensor in stored if tensor.name == "blk.0.attn_k.bias")
     found = checkpoint.tensors["model.layers.0.self_attn.k_proj.bias"].read()
-    # In the first head: the first value of each pair, and then the second values.
+    # The first head has the first value of each pair, followed by the second value of each pair.
     np.testing.assert_array_equal(found[:16], bias[:32:2])
     np.testing.assert_array_equal(found[16:32], bias[1:32:2])
     assert (
@@ -429,8 +431,8 @@ def test_rope_scaling_is_that_of_the_file(
 
 
 def stored_weights(directory: Path) -> dict[str, Any]:
-    """Every weight of the graphs, computed in float32 as the format defines it. Linear weights are
-    [out, in]."""
+    """Returns every weight of the graphs, computed in float32 as the format defines it. Linear
+    weights are [out, in]."""
     found: dict[str, Any] = {}
     weights = {}
     for graph in ("draft", "verify"):
@@ -530,8 +532,8 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
-    """The levels are right with any bytes as scales and minimums, which have 4 to 8 bits in
-    K-quants."""
+    """The levels are right for any bytes of the scales and minimums. In K-quants, these have 4 to 8
+    bits."""
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )
@@ -788,7 +790,7 @@ def test_what_is_not_supported_is_refused(
 
 
 def retype(data: bytes, name: str, number: int) -> bytes:
-    """Change the type of a tensor of two dimensions."""
+    """Change the type of a tensor that has two dimensions."""
     at = data.index(name.encode()) + len(name) + 4 + 16
     return data[:at] + struct.pack("<I", number) + data[at + 4 :]
 
@@ -871,7 +873,7 @@ def test_heads_of_layers_that_differ_are_refused(tmp_path: Path, heads: list[Any
 TABLE = json.loads((Path(__file__).parent.parent / "data" / "gguf_ends.json").read_text("utf-8"))
 KINDS = {"normal": 1, "control": 3, "user": 4}
 MORE = {"\u2581<EOT>", "<|end_of_turn|>"}
-"""End tokens in this table that llama.cpp does not recognize by name."""
+"""The end tokens of this table that llama.cpp does not recognize by their names."""
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -907,8 +909,8 @@ def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, A
 def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
     tmp_path: Path,
 ) -> None:
-    """Files of Gemma 2 that an older converter wrote have an end of a turn that is not a control
-    token."""
+    """In files of Gemma 2 that an older converter wrote, the token that ends a turn is not a
+    control token."""
     [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
     template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
     assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))

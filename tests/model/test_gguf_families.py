@@ -1,5 +1,5 @@
-"""GGUF files of families that transformers does not read: its model gets the tensors that the gguf
-library reads, by the names of llama.cpp's converter."""
+"""Tests of GGUF files of families that transformers cannot read. The transformers model of a test
+gets the tensors that the gguf library reads, by the names that llama.cpp's converter writes."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def of_blocks(**tensors: Any) -> dict[str, Any]:
-    """Tensors to add to each block or, with None, to remove."""
+    """The tensors to add to each block. A tensor is removed if its value is None."""
     return {
         f"blk.{layer}.{name.replace('__', '.')}": values
         for layer in range(LAYERS)
@@ -85,7 +85,7 @@ def qwen2moe(gate: tuple[int, ...], kind: str = "F32") -> Spec:
 
 
 def apertus(**more: Any) -> Spec:
-    """A file with xIELU's numbers in the metadata, and the divisors of Llama 3's scaling."""
+    """Returns a file with the numbers of xIELU in its metadata. ``more`` adds other metadata."""
     tensors = of_blocks(
         ffn_gate__weight=None,
         attn_q_norm__weight=floats(HIDDEN // HEADS) + 1,
@@ -161,11 +161,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "apertus": {"model_type": "apertus", "rms_norm_eps": 1e-3, "hidden_act": "xielu"},
 }
-"""Config fields of transformers, by the architecture of a file."""
+"""The transformers config fields for each architecture of a file."""
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by transformers' names."""
+    """Returns the tensors of a file under the names that transformers uses."""
     state = {}
     for tensor in gguf.GGUFReader(path).tensors:
         values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))

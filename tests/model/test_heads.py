@@ -1,6 +1,6 @@
-"""Every kind of head. Exit heads are stored, loaded and refused. Heads with deep layers and
-published EAGLE-3 heads share a grid: on every backend, drafts equal the reference, no token
-changes, and verify passes keep their bits."""
+"""Tests of every kind of head. Exit heads are stored, loaded and refused. Heads with deep layers
+and published EAGLE-3 heads share a grid of tests. These check, on every backend, that the drafts
+equal the reference, that no token changes, and that verify passes keep their bits."""
 
 import json
 import shutil
@@ -42,11 +42,11 @@ from eesd.runtime.llm import Speculation, load
 
 FamilyDir = Callable[[str], Path]
 DEEP = [("llama-bias", 1), ("qwen3", 2), ("qwen2.5-tied", 1), ("mistral", 1)]
-"""Families and blocks of heads with deep layers."""
+"""The families of the heads with deep layers, and the number of blocks of each head."""
 BACKENDS = ["ort", "torch", "ort-standard"]
 TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
 ROUNDS = [(6, 3), (9, 1), (10, 4), (14, 2), (16, 6)]
-"""Positions of roots, and the numbers of tokens that the rounds commit."""
+"""For each round, the position of the root and the number of tokens that the round commits."""
 SLOTS = 256
 COMMAND: tuple[object, ...] = (
     *("--dtype", "float32", "--quantize", "none", "--quantize-draft", "none"),
@@ -58,12 +58,14 @@ LAYERS = {
     "speculators": (1, 2, 4),
     "eagle-3.1": (1, 2, 4),
 }
-"""Layers of a seven-layer model whose states are read: from the layout, or the default."""
+"""The layers of a seven-layer model whose states are read. They come from the layout or are the
+default."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model shaped so that a state takes two caches, and fills only a part of the second."""
+    """A model with such sizes that a state takes two caches and fills only a part of the second
+    cache."""
     directory = tmp_path_factory.mktemp("eagle")
     add_tokenizer(
         tiny_models.build(
@@ -80,7 +82,7 @@ def config_of(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[*DEEP, *LAYOUTS], ids=str)
 def exported(request: pytest.FixtureRequest, model: Path, family_dir: FamilyDir) -> Path:
-    """A directory with a ``model``, its ``head`` and their engines, ``plans``."""
+    """A directory that contains a ``model``, its ``head``, and the engines of both (``plans``)."""
     path: Path = model.parent / str(request.param)
     if path.exists():
         return path
@@ -100,8 +102,8 @@ def exported(request: pytest.FixtureRequest, model: Path, family_dir: FamilyDir)
 
 
 def write_eagle(head: Path, model: Path, layout: str) -> None:
-    """Write a head with this layout. All layouts but one have a draft vocabulary, and one contains
-    the model's embedding table."""
+    """Write a head with this layout. All layouts except ``safeailab`` have a draft vocabulary. The
+    layout ``speculators`` also contains the model's embedding table."""
     more: dict[str, Any] = {} if layout == "safeailab" else {"draft_vocab": 60}
     if layout == "speculators":
         table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
@@ -144,13 +146,14 @@ def test_kept_prefixes_hold_the_states(exported: Path, backend: str) -> None:
 
 
 def fixed_roots(age: int) -> torch.Tensor:
-    """The root of each position of the text [1, T] at a given age. The first positions are
-    younger."""
+    """Returns the root (of shape [1, T]) of each position of the text if every position has this
+    age. The first positions have a lower age."""
     return (torch.arange(len(TEXT)) - age).clamp_min(0)[None]
 
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
-    """The head's logits [T, V] after each token of the text, drafted from that token's root."""
+    """Returns the head's logits [T, V] after each token of the text. Each token is drafted from its
+    root."""
     decoder = load_decoder(checkpoint)
     layers = (head.exit_config.layer, *head.exit_config.deep)
     ids = torch.tensor([TEXT])
@@ -166,12 +169,12 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
 
 
 def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-    """Root, age and logits of every draft step, in rounds that commit the text."""
+    """Yields the root, the age and the logits of every draft step. The rounds commit the text."""
     verify, draft, _ = both_on_cache(directory, backend.removesuffix("-standard"), 64)
     assert isinstance(draft.engine, CpuEngine) == (backend == "ort" and not operators.missing())
     verify.prefill(TEXT[: ROUNDS[0][0]], 0)
     for root, committed in ROUNDS:
-        for age in range(min(committed + 2, len(TEXT) - root)):  # the last two are rejected
+        for age in range(min(committed + 2, len(TEXT) - root)):  # the last two tokens are rejected
             at = root + age
             yield root, age, draft.forward([TEXT[at]], [at], at, at).logits[0].copy()
         verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
@@ -253,8 +256,8 @@ def test_deep_layers_that_do_not_fit_are_refused(exported: Path, tmp_path: Path)
 
 
 def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor], torch.Tensor]:
-    """The reference of a head, the model's states of the text from transformers, and the token of
-    each column."""
+    """Returns the reference of a head, the states of the text that transformers computes with the
+    model, and the token of each column."""
     tensors = load_file(exported / "head" / "model.safetensors")
     config = config_of(exported / "head")
     decoder: Any = AutoModelForCausalLM.from_pretrained(
@@ -277,8 +280,8 @@ def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor
 def test_rounds_draft_what_the_paper_says(
     exported: Path, model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts are compared after prompts, committed chains, and trees whose path was moved, for
-    chains and for two tokens of one level."""
+    """The drafts are compared after prompts, after committed chains, and after trees whose path was
+    moved. Each draft is a chain, or two tokens of one level."""
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     made, states, tokens = reference(exported, model)
@@ -300,8 +303,8 @@ def test_rounds_draft_what_the_paper_says(
                 draft.forward(drafted[-1:], [root + age], root + age, root).logits[0], drafted, root
             )
         verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
-    # A tree: two children of the root, and a child of the second one. The text follows the second
-    # child, which is moved when it is accepted.
+    # The root of this tree has two children, and the second child has a child. The text follows the
+    # second child, which is moved when it is accepted.
     root = 14
     other = 80 if TEXT[15] != 80 else 81
     draft.forward([TEXT[14]], [14], 14, 14)
@@ -319,8 +322,8 @@ def test_rounds_draft_what_the_paper_says(
 
 
 def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
-    """Rounds that the reference computes with three drafted tokens are compared with rounds of the
-    engines."""
+    """The test compares the rounds of the engines with the rounds that the reference computes. Each
+    round drafts three tokens."""
     model = tiny_models.build(
         tmp_path / "model", 97, layers=7, damping=0.3, seed=0, head_dim=12, kv_heads=1
     )

@@ -1,5 +1,5 @@
-"""Quantized checkpoints in GPTQ, AWQ and other formats: levels are kept, or the checkpoint is
-refused with the reason."""
+"""Tests of quantized checkpoints in GPTQ, AWQ and other formats. Either the levels are kept, or the
+checkpoint is refused and the error gives the reason."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ class Stored:
 
     Attributes:
         tensors: Its tensors by suffix.
-        values: The dequantized weight [out, in], in float32.
+        values: The dequantized weight (float32) of shape [out, in].
         levels: Its levels [in, out]. They are signed if no zero points are stored. For
             floating-point formats, they are the bit patterns.
     """
@@ -64,7 +64,7 @@ class Scheme:
     Attributes:
         config: The ``quantization_config``.
         store: Makes a weight.
-        kept: Element type of the levels in an export; None if the weights are dequantized.
+        kept: Element type of the levels in an export, or None if the weights are dequantized.
         file: File with the config, if it is not ``config.json``.
     """
 
@@ -75,8 +75,8 @@ class Scheme:
 
 
 def words(values: NDArray[np.int64], bits: int) -> torch.Tensor:
-    """Pack values [rows, columns] into int32 words. A word has several columns, the first one in
-    the lowest bits."""
+    """Pack values [rows, columns] into int32 words. Each word contains several columns, and the
+    first column is in the lowest bits."""
     per = 32 // bits
     parts = values.reshape(len(values), -1, per) << (bits * np.arange(per))
     return torch.from_numpy(parts.sum(-1).astype(np.uint32).view(np.int32))
@@ -91,8 +91,8 @@ def integers(
     symmetric: bool,
     ordered: bool,
 ) -> tuple[Stored, NDArray[np.int64], NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
-    """A random integer weight, still without tensors; its unsigned levels; its zero points and
-    scales [groups, out]; and the group of each input."""
+    """Returns a random integer weight that has no tensors yet, its unsigned levels, its zero points
+    and scales (both [groups, out]), and the group of each input."""
     middle = 1 << (bits - 1)
     most = 1 << bits
     group = inputs if group == -1 else group
@@ -114,7 +114,7 @@ def integers(
 
 
 def gptq(minus: int, ordered: bool = True) -> Store:
-    """GPTQ, which stores zero points minus ``minus``."""
+    """Stores weights as GPTQ does. ``minus`` is subtracted from the stored zero points."""
 
     def store(
         config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
@@ -185,8 +185,8 @@ def floats(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
 ) -> Store:
-    """FP8 with a scale for each block of ``rows`` outputs and ``columns`` inputs (None for all).
-    The scales are in a tensor of this name, type and shape."""
+    """Stores weights in FP8. Each block of ``rows`` outputs and ``columns`` inputs has a scale
+    (None means all of them). The scales are in a tensor of this name, type and shape."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         bits = random.integers(0, 127, (outputs, inputs)).astype(np.uint8) | (
@@ -214,8 +214,8 @@ def floats(
 
 
 def nvfp4(divided: bool) -> Store:
-    """NVFP4 with one divisor for all scales, as in compressed-tensors, or one factor, as in
-    ModelOpt."""
+    """Stores weights in NVFP4. All scales have one divisor, as in compressed-tensors, or one
+    factor, as in ModelOpt."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         codes = random.integers(0, 16, (outputs, inputs)).astype(np.uint8)
@@ -366,8 +366,8 @@ Pair = tuple[Path, Path, dict[str, NDArray[Any]]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A function that returns a checkpoint with packed weights, a checkpoint with the same weights
-    unpacked, and the levels [in, out] by name."""
+    """Returns a function that gives three results: a checkpoint with packed weights, a checkpoint
+    with the same weights unpacked, and the levels [in, out] by name."""
     plain = build(
         Family("plain", "qwen2", {"intermediate_size": 128}), tmp_path_factory.mktemp("plain")
     )
@@ -418,7 +418,7 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
     assert tensors.keys() == expected.keys()
     for weight, tensor in expected.items():
         torch.testing.assert_close(as_torch(tensors[weight].read()), tensor, rtol=0, atol=0)
-    # The teacher of eesd-distill.
+    # eesd-distill loads its teacher in this way.
     for weight, parameter in load_decoder(Checkpoint(packed)).named_parameters():
         assert torch.equal(parameter, expected[weight])
 
@@ -491,8 +491,8 @@ def test_export_computes_with_the_levels(
 def test_levels_are_packed_straight_from_the_checkpoint(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """``--model`` and the quick check of every export do so. The result has the same bytes as a
-    build from ``weights.bin``."""
+    """The option ``--model`` and the quick check of every export pack the levels in this way. The
+    result has the same bytes as a build from ``weights.bin``."""
     quantize = "nvfp4" if name == "nvfp4" else None
     packed, values, _ = pairs("awq" if quantize else name)
     model = values if quantize else packed
@@ -654,8 +654,8 @@ def test_damaged_weights_are_refused(
 def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """One model has a layer without levels, as some publishers leave the first layer; another has
-    ``act-order`` that the config does not mention."""
+    """One model has a layer without levels, because some publishers do not quantize the first
+    layer. Another model uses ``act-order``, which its config does not mention."""
     plain = {
         "qweight": None,
         "qzeros": None,

@@ -1,10 +1,12 @@
-"""Configurations of well-known checkpoints as published: at full size without weights, and narrow
-with random weights; and the text model of checkpoints that also read images.
+"""Tests of the published configurations of well-known checkpoints. They use the full size without
+weights, and narrow versions with random weights. Other tests use the text model of checkpoints that
+also read images.
 
-``data/published_configs.json`` has one checkpoint per line: its ``config.json``; ModelOpt's
-``hf_quant_config.json`` if there is one; ``parameters``, the number of weights on its page, if it
-is known; and ``source``, the origin of the values: a public repository with the file, or memory.
-Long lists of layers in ``quantization_config`` are cut.
+``data/published_configs.json`` has one checkpoint per line. A line contains its ``config.json``,
+and ModelOpt's ``hf_quant_config.json`` if there is one. ``parameters`` is the number of weights
+that the checkpoint's page gives, if it is known. ``source`` says where the values come from: a
+public repository that has the file, or memory. Long lists of layers in ``quantization_config`` are
+cut.
 """
 
 import json
@@ -49,7 +51,7 @@ LEVELS = {
     "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": ("int4", 128),
     "RedHatAI/Qwen2.5-7B-Instruct-quantized.w8a8": ("int8", 32),
 }
-"""Quantized levels that an export keeps, and the block sizes."""
+"""The type of the quantized levels that an export keeps, and the block size."""
 MANY = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
@@ -90,7 +92,7 @@ def test_every_family_has_its_checkpoints() -> None:
     counts = {
         kind: sum(entry["config"]["model_type"] == kind for entry in CONFIGS.values())
         for kind, family in FAMILIES.items()
-        if not family.architecture.endswith("TextModel")  # those of models for images
+        if not family.architecture.endswith("TextModel")  # models for images have these
     }
     assert all(counts.values()), counts
     assert {kind for kind, count in counts.items() if count >= 5} >= MANY
@@ -131,7 +133,8 @@ LARGEST = {
 def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
     family: str, tmp_path: Path
 ) -> None:
-    """The graphs have the first layers, up to one of each kind."""
+    """The graphs have the first layers of the model, until there is at least one layer of each
+    kind."""
     manifest = outlined(str(write(tmp_path, unquantized(LARGEST[family]))))
     whole = manifest.geometry
     layers = (
@@ -234,7 +237,7 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
     randomise(model, 0)
     if config["model_type"] == "gemma4_text":
         for layer in model.model.layers:
-            layer.self_attn.q_norm.weight.data *= 0.2  # scores have no other factor
+            layer.self_attn.q_norm.weight.data *= 0.2  # no other factor scales the scores
     elif config["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
         for parameter, values in model.named_parameters():  # stores its norms minus 1
             less = parameter.endswith("norm.weight") and ".linear_attn." not in parameter
@@ -351,8 +354,8 @@ def write_images(directory: Path, name: str, tied: bool) -> Any:
     ],
 )
 def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, tied: bool) -> None:
-    """The logits are equal for tensor names of both layouts, and for a text_config with only the
-    differences from the defaults."""
+    """The logits are equal for the tensor names of both layouts. They are also equal if the
+    text_config has only the fields that differ from the defaults."""
     model = write_images(tmp_path, name, tied)
     path = tmp_path / "config.json"
     stored = load_file(tmp_path / "model.safetensors")

@@ -1,5 +1,5 @@
-"""Chat prompts equal those of transformers, even if the content is plain text. A template can
-neither hang the process, fill its memory, nor escape from it."""
+"""Tests that chat prompts equal the prompts of transformers, even if the content is plain text. A
+template cannot hang the process, fill its memory, or escape from it."""
 
 import json
 import threading
@@ -30,7 +30,8 @@ PARTS = [
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
 ]
 READ_PARTS = {"gemma3", "llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
-"""Templates that read the parts of a content. Other templates receive the content as one text."""
+"""The templates that read the parts of a message's content. Other templates receive the content as
+one text."""
 
 
 def write_tokenizer(directory: Path, config: Any) -> Path:
@@ -44,7 +45,7 @@ def render(template: str, messages: Any = USER) -> str:
 
 
 def outcome(action: Callable[[], str], refusal: type[Exception]) -> str | None:
-    """The result of a renderer; None if it refuses."""
+    """Returns the result of a renderer, or None if it refuses the input."""
     try:
         return action()
     except refusal:
@@ -88,7 +89,7 @@ TOOLS: list[Any] = [
 def test_prompts_and_tools_are_those_of_transformers(
     tmp_path: Path, name: str, tokens: dict[str, Any]
 ) -> None:
-    """EESD and transformers give the same text, or both refuse."""
+    """Check that EESD and transformers give the same text, or that both refuse."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": TEMPLATES[name],
@@ -509,7 +510,7 @@ FORGED = (
 
 
 def byte_level() -> Tokenizer:
-    """As in Llama 3, Qwen and SmolLM2."""
+    """Returns a byte-level tokenizer like those of Llama 3, Qwen and SmolLM2."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(
@@ -527,8 +528,8 @@ PIECES = [*map(chr, range(33, 127)), "▁", "▁Hi", "s>", *(f"<0x{byte:02X}>" f
 
 
 def sentencepiece() -> Tokenizer:
-    """As in Llama 2 and Mistral: special tokens are in the vocabulary, and a merge can even make
-    one from text."""
+    """Returns a tokenizer like those of Llama 2 and Mistral. The special tokens are in the
+    vocabulary, and a merge can even make a special token from text."""
     vocabulary = {name: at for at, name in enumerate(["<unk>", *SPECIAL, *PIECES])}
     merges = [("s", ">"), ("<", "s>")]
     tokenizer = Tokenizer(
@@ -568,7 +569,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 def codecs(
     directory: Path, kind: str = "byte_level", template: str = CHATML
 ) -> tuple[TextCodec, TextCodec]:
-    """The results without the option, and with it."""
+    """Returns the codec without the option, and the codec with it."""
     KINDS[kind]().save(str(directory / "tokenizer.json"))
     config = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -779,7 +780,7 @@ def test_messages_that_cannot_be_read_are_refused_as_ever(
 
 
 TINY = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>assistant:"
-"""The test model's special tokens around turns."""
+"""A template that puts the test model's special tokens around turns."""
 
 
 def test_a_server_whose_users_can_forge_no_turn(engine: Path, tmp_path: Path) -> None:

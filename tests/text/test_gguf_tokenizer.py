@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused with the reason.
+"""Tests that the tokenizer of a GGUF file gives the token ids of llama.cpp. Other tokenizers are
+refused, and the error gives the reason.
 
 The expected hashes are those of llama.cpp's token ids. ``lab/gguf_tokenizers`` wrote them, and
 compares many more texts.
@@ -130,7 +131,8 @@ def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str
 @pytest.mark.parametrize(
     ("metadata", "text", "ids"),
     [
-        # Runs of spaces, whose scores and order are those of Llama 2 and Mistral.
+        # These pieces are runs of spaces. They have the scores and the order of Llama 2 and
+        # Mistral.
         (
             with_ties(["\u2581" * count for count in (2, 4, 8, 3, 5, 6, 7)]),
             "a" + 9 * " ",
@@ -163,8 +165,8 @@ def test_equal_scores_that_cannot_matter_are_read(
 def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
     tmp_path: Path, metadata: dict[str, Any]
 ) -> None:
-    """Of two pieces with equal scores, the tokenizers library always merges the same one first,
-    wherever they are in the text."""
+    """If two pieces have equal scores, the tokenizers library always merges the same piece first,
+    wherever the pieces are in the text."""
     with pytest.raises(EESDError, match=r"scores that do not say which .* convert the model"):
         gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
 

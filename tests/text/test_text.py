@@ -39,8 +39,8 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with a small vocabulary: most characters beyond ASCII are several
-    tokens."""
+    """A byte-level BPE tokenizer with a small vocabulary. Most characters beyond ASCII consist of
+    several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -242,15 +242,15 @@ class Kind:
         return int(found)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text to show for all tokens: whole characters, and U+FFFD only for bytes that can
-        belong to none."""
+        """Returns the text to show for all tokens. It has whole characters, and U+FFFD only for
+        bytes that cannot belong to any character."""
         if self.fallback:
             return self.codec.decode(self._mended(tokens))
         text = self.codec.decode(tokens)
         return text[:-1] if self.of_bytes and unfinished(self._bytes(tokens)) else text
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of the byte-level tokens at the end."""
+        """Returns the bytes of the tokens, without special tokens."""
         signs = {sign: byte for byte, sign in BYTE_LEVEL.items()}
         data = b""
         for name in (self.codec.tokenizer.id_to_token(token) for token in tokens):
@@ -259,8 +259,8 @@ class Kind:
         return data
 
     def _mended(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens with the bytes of U+FFFD instead of each broken byte, and without half a
-        character at the end.
+        """Returns the tokens with each broken byte replaced by the bytes of U+FFFD. If half a
+        character is at the end, it is left out.
 
         Decoding these tokens gives the text, because all their bytes are valid and the decoder
         drops none.
@@ -295,7 +295,7 @@ def is_text(data: bytes) -> bool:
 
 
 def unfinished(data: bytes) -> bytes:
-    """The end of the bytes, if it may become a character."""
+    """Returns the last bytes if they may become a character."""
     for size in (3, 2, 1):
         try:
             data[len(data) - size :].decode()
@@ -327,8 +327,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(data=st.data())
 def test_a_cut_anywhere_changes_no_text(kind: Kind, data: st.DataObject) -> None:
-    """After each token, all certain text is shown, and never changes, including broken bytes,
-    special tokens and spaces."""
+    """After each token, the stream shows all text that is certain, and this text never changes.
+    Texts include broken bytes, special tokens and spaces."""
     tokens = data.draw(kind.tokens)
     cut = data.draw(st.integers(0, len(tokens)))
     stream = TextStream(kind.codec, tokens[:cut], [])
@@ -432,7 +432,7 @@ def ends(text: Text, part: Text) -> list[int]:
 
 
 def searched(text: Text, part: Text, most: int) -> list[Continuation]:
-    """The continuation after ``part``, computed by definition."""
+    """Returns the continuation after ``part``, computed directly from the definition."""
     path: list[Continuation] = []
     while len(path) < most:
         while part and ends(text, part) == [len(text)]:

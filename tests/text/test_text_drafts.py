@@ -1,4 +1,5 @@
-"""Drafts from the text: the tokens of plain decoding, many at once if the text repeats."""
+"""Tests of drafts from the text. They give the tokens of plain decoding, and many tokens at once if
+the text repeats."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,7 +83,8 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 
 def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
-    """Proposes the next five tokens of a known continuation; every seventh is wrong."""
+    """Returns a function that proposes the next five tokens of a known continuation. Every seventh
+    token is wrong."""
 
     def propose(
         _: TextIndex, tokens: Sequence[int], most: int, _rule: TextRule, drafted: Sequence[int] = ()
@@ -103,7 +105,7 @@ def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
 def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: str) -> None:
-    """A candidate's chance then underflows, also if the text proposes it."""
+    """The chance of a candidate then underflows, even if the text proposes the candidate."""
     sampling = Sampling(temperature=0.001, method=method)
     expected = generated(harness.session(REPEATING, new_tokens=60))
     drafting = harness.session(

@@ -1,5 +1,5 @@
-"""An engine directory's tokenizer gives the token ids of transformers, however it interprets the
-model's files."""
+"""Tests that the tokenizer of an engine directory gives the token ids of transformers, however
+transformers interprets the model's files."""
 
 import json
 import os
@@ -156,8 +156,8 @@ def resolved(model: Path, output: Path) -> TextCodec:
 
 
 def attempt(action: Any) -> Any:
-    """The result of an action; None if it refuses, as some tokenizers do for text that their
-    vocabulary cannot express."""
+    """Returns the result of an action, or None if it refuses. Some tokenizers refuse text that
+    their vocabulary cannot express."""
     try:
         return action()
     except Exception:
@@ -165,8 +165,8 @@ def attempt(action: Any) -> Any:
 
 
 def assert_same(reference: Any, codec: TextCodec) -> None:
-    """The two tokenizers give the same ids for texts and messages and the same text for ids, or
-    both refuse."""
+    """Check that the two tokenizers give the same ids for texts and messages, and the same text for
+    ids. Both may also refuse."""
     for text in TEXTS:
         expected = attempt(lambda text=text: reference(text)["input_ids"])
         assert attempt(lambda text=text: codec.encode(text)) == expected, text
@@ -198,7 +198,8 @@ def test_token_ids_are_those_of_transformers(
 
 
 def with_gaps(backend: Tokenizer) -> Tokenizer:
-    """More added tokens with flags, one of them not special; truncation and padding."""
+    """The tokenizer has more added tokens with flags, and one of them is not special. It also has
+    truncation and padding."""
     found = Tokenizer.from_str(backend.to_str())
     found.add_tokens([AddedToken("<|odd|>", lstrip=True), AddedToken("<|code|>", normalized=False)])
     found.add_special_tokens([AddedToken("<|eot|>", rstrip=True, single_word=True)])
