@@ -22,8 +22,9 @@ from eesd.serve.openai.schemas import ChatBody, GenerationBody
 REFUSED = ("mcp_servers", "container")
 """Fields for features that this server does not support."""
 BILLING = "x-anthropic-billing-header:"
-"""Start of a line that Claude Code puts before its system prompt, with different digits in each
-request. The line is left out, because with it no cached prefix would match the next request."""
+"""The start of a line that Claude Code puts before its system prompt. The line has different digits
+in each request. The line is left out, because with it no cached prefix would match the next
+request."""
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_")
 """Types of tools that Anthropic's servers run."""
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -78,7 +79,8 @@ def as_chat(body: PromptBody) -> ChatBody:
 
 
 def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
-    """The system message, if any, without Claude Code's line that changes with every request."""
+    """Return the system message, if there is one. Claude Code's line, which changes with every
+    request, is left out."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -90,7 +92,7 @@ def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
 
 
 def _edited(body: PromptBody) -> list[Turn]:
-    """The turns, without the thoughts that ``context_management`` clears. :func:`check_edits`
+    """Return the turns without the thoughts that ``context_management`` clears. :func:`check_edits`
     handles other edits.
 
     Raises:
@@ -113,8 +115,8 @@ def _edits(body: PromptBody) -> Sequence[Edit]:
 
 
 def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
-    """Return the turns with thoughts removed from all except the last ``edit.keep`` turns with
-    thoughts (by default one)."""
+    """Return the turns without the older thoughts. The last ``edit.keep`` turns that have thoughts
+    (by default one turn) keep them."""
     if edit.keep == "all":
         return turns
     left = edit.keep.value if edit.keep else 1
@@ -132,8 +134,9 @@ def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
 
 
 def check_edits(body: PromptBody, tokens: int) -> None:
-    """Refuse a request whose prompt has more tokens, or more tool uses, than ``context_management``
-    allows before it clears tool results. This server cannot clear them.
+    """Refuse a request for which ``context_management`` would clear tool results, because this
+    server cannot clear them. This is the case if the prompt has too many tokens or too many tool
+    uses.
 
     Raises:
         APIError: There are tool results that would have to be cleared.
@@ -153,8 +156,8 @@ def check_edits(body: PromptBody, tokens: int) -> None:
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """Return a turn as chat messages. Call results become separate messages before the turn's
-    text."""
+    """Return a turn as chat messages. The results of calls become separate messages, which come
+    before the turn's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if block.type == "tool_result"]

@@ -53,7 +53,7 @@ async def messages(body: MessagesBody, request: Request, serving: Shared) -> Res
 
 @router.post("/v1/messages/count_tokens", responses=ERRORS)
 async def count_tokens(body: CountBody, serving: Shared) -> Count:
-    """Number of tokens in the prompt that the messages become."""
+    """Return the number of tokens in the prompt that the messages become."""
     check_model(body.model, serving)
     _, tokens = await run_in_threadpool(encode, as_chat(body), serving.service.llm.codec)
     return Count(input_tokens=len(tokens))
@@ -164,7 +164,7 @@ class _Writer:
         yield "content_block_stop", {"index": len(self._blocks) - 1}
 
     def answer(self) -> MessageAnswer:
-        """The answer so far."""
+        """Return the answer as it is so far."""
         progress = self._reader.progress
         usage = self._generations.usage()
         cached = usage.prompt_tokens_details.cached_tokens
@@ -193,7 +193,8 @@ class _Writer:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a call; empty if the call was cut off (which ``stop_reason`` shows)."""
+    """Return the input of a call. It is empty if the call was cut off, which ``stop_reason``
+    shows."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -9,7 +9,8 @@ from eesd.serve.openai.schemas import INT64, Body, GenerationBody, Many, Respons
 
 
 class Block(Body):
-    """A part of a message's content: ``text``, ``thinking``, ``tool_use`` or ``tool_result``."""
+    """A part of a message's content. Its type is ``text``, ``thinking``, ``tool_use`` or
+    ``tool_result``."""
 
     type: str
     text: str | None = None

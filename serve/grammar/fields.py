@@ -1,4 +1,4 @@
-"""The output constraint of a request, from its fields."""
+"""Reads the output constraint of a request from the request's fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,9 +27,9 @@ _OBJECT = {"type": "object"}
 
 
 def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
-    """Return the constraint of a request: OpenAI's ``response_format``, vLLM's
-    ``structured_outputs`` or ``guided_*``, Ollama's ``format``, or ``json_schema``, ``regex``,
-    ``grammar`` and ``ebnf`` of llama.cpp and SGLang.
+    """Return the constraint of a request. It may be given as OpenAI's ``response_format``, as
+    vLLM's ``structured_outputs`` or ``guided_*``, as Ollama's ``format``, or as ``json_schema``,
+    ``regex``, ``grammar`` or ``ebnf`` (llama.cpp and SGLang).
 
     Args:
         body: The request's JSON.

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts, with the special tokens on which code models were trained."""
+"""Fill-in-the-middle prompts. They use the special tokens on which code models were trained."""
 
 from eesd.common.errors import EESDError
 from eesd.runtime.text import TextCodec
@@ -11,25 +11,25 @@ MARKS = (
     # DeepSeek-Coder.
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
 )
-"""Marks before the prefix, before the suffix, and before the middle (Bavarian et al. 2022,
-https://arxiv.org/abs/2207.14255)."""
+"""Each entry has the marks that come before the prefix, before the suffix, and before the middle
+(Bavarian et al. 2022, https://arxiv.org/abs/2207.14255)."""
 
 _ENDS = {
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "\u2581<EOT>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }.union(*MARKS)
-"""Marks that models write after the middle, though not all models list theirs as an EOS token."""
+"""Marks that models write after the middle. Not all models list their mark as an EOS token."""
 
 
 def ends_between(codec: TextCodec) -> list[int]:
-    """The tokens, in addition to the EOS tokens, that end the middle of a text."""
+    """Return the tokens that end the middle of a text in addition to the EOS tokens."""
     found = map(codec.tokenizer.token_to_id, sorted(_ENDS))
     return [token for token in found if token is not None]
 
 
 def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
-    """Return the token ids of a prompt for the text between two texts.
+    """Return the token ids of a prompt that asks for the text between two given texts.
 
     Raises:
         EESDError: The tokenizer has no special tokens for this.

@@ -1,5 +1,5 @@
-"""The harmony format of gpt-oss. An answer is a list of messages, each with a channel, and a call
-names its function:
+"""The harmony format of gpt-oss. An answer is a list of messages. Each message has a channel, and a
+call names its function:
 
     <|channel|>analysis<|message|>...<|end|>                      what the model thinks
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
@@ -17,7 +17,7 @@ CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-"""Marks that end a message; the last mark begins the next message."""
+"""The marks that end a message. The last of them also begins the next message."""
 MARKS = (CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
@@ -30,12 +30,12 @@ def writes_harmony(codec: TextCodec) -> bool:
 
 
 class HarmonyParser:
-    """Parses an answer, piece by piece.
+    """Parses an answer that comes in pieces.
 
     Args:
         names: Names of the functions. A message that calls any other function counts as content.
         streaming: Whether arguments are returned as they come. If False, a call whose arguments are
-            not a JSON object is content.
+            not a JSON object is returned as content.
 
     Attributes:
         calls: The number of calls so far.
@@ -52,8 +52,8 @@ class HarmonyParser:
         self._begun = False
 
     def push(self, text: str, last: bool) -> list[ToolDelta]:
-        """Add text. Return the deltas that are now certain; with the ``last`` piece, all remaining
-        deltas."""
+        """Add text. Return the deltas that are now certain. If this is the ``last`` piece, return
+        all remaining deltas."""
         self._held += text
         deltas: list[ToolDelta] = []
         while self._held:
@@ -69,7 +69,7 @@ class HarmonyParser:
         return deltas
 
     def _header(self, last: bool) -> Iterator[ToolDelta]:
-        """Read the header of a message, once it is complete."""
+        """Read the header of a message if the header is complete."""
         header, mark, rest = self._held.partition(MESSAGE)
         if not mark:
             return
@@ -88,7 +88,8 @@ class HarmonyParser:
                 yield ToolDelta(index=self.calls, id=HARMONY.call_id(), name=self._name)
 
     def _body(self, last: bool) -> Iterator[ToolDelta]:
-        """Yield the text of a message up to the end mark, or up to text that may become one."""
+        """Yield the text of a message up to its end mark. Text that may become an end mark is held
+        back."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         at, mark = min(found, default=(len(self._held), ""))
         if not found and not last:
@@ -107,7 +108,7 @@ class HarmonyParser:
             self._kind = "header"
 
     def _end_call(self) -> Iterator[ToolDelta]:
-        """Count a call, and yield it unless it was streamed."""
+        """Count a call. If the call was not streamed, yield it."""
         self._kind = "header"
         if not self._streaming and not _is_object(self._arguments):
             yield ToolDelta(self._arguments)

@@ -15,8 +15,8 @@ def may_think(codec: TextCodec) -> bool:
 
 
 class ThinkParser:
-    """Splits an answer, piece by piece, into thoughts and answer text. Blanks around the marks are
-    dropped.
+    """Splits an answer that comes in pieces into thoughts and answer text. Blanks around the marks
+    are dropped.
 
     Args:
         begun: Whether the prompt ends with ``<think>``, so that the answer begins inside thoughts.
@@ -32,8 +32,8 @@ class ThinkParser:
         return self._state in ("start", "thinking")
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Add text. Return the thoughts and the answer text that are now certain; with the ``last``
-        piece, all remaining text."""
+        """Add text. Return the thoughts and the answer text that are now certain. If this is the
+        ``last`` piece, return all remaining text."""
         self._held += text
         thought = ""
         if self._state == "before":
@@ -51,7 +51,7 @@ class ThinkParser:
             if mark:
                 self._held = rest
                 self._state = "end"
-            else:  # there is neither a possible mark nor blanks before it
+            else:  # leave out a possible mark and the blanks before it
                 sure = (
                     thought
                     if last

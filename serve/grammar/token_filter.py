@@ -1,4 +1,4 @@
-"""Tokens that a request allows or forbids by name: vLLM's ``allowed_token_ids`` and
+"""Tokens that a request allows or forbids by name. The fields are vLLM's ``allowed_token_ids`` and
 ``bad_words``."""
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from eesd.runtime.text import TextCodec
 
 
 def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
-    """Tokenizations of each word: at the beginning of a text, and after a space."""
+    """Return two tokenizations of each word. One is for the beginning of a text, and one is for the
+    place after a space."""
     ways = dict.fromkeys(
         tuple(codec.ids(before + word.lstrip(), special=False))
         for word in words
@@ -27,9 +28,9 @@ class TokenFilter:
 
     Args:
         size: Number of tokens in the vocabulary.
-        only: Allowed tokens; None allows all.
+        only: The allowed tokens, or None if all tokens are allowed.
         words: Forbidden sequences of tokens.
-        inner: The other constraint; None if there is none.
+        inner: The other constraint, or None if there is none.
 
     Attributes:
         ignored: Keywords of a JSON schema that are not enforced.
@@ -50,7 +51,7 @@ class TokenFilter:
             self._mask[list(only)] = True
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """Mask [V] of the tokens that may follow ``tokens``.
+        """Return the mask [V] of the tokens that may follow ``tokens``.
 
         Raises:
             ConstraintError: No token may follow, or the other constraint failed.
@@ -65,5 +66,5 @@ class TokenFilter:
         return mask
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The tokens that the other constraint forces."""
+        """Return the tokens that the other constraint forces."""
         return self._inner.forced(tokens, most) if self._inner else ()

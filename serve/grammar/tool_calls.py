@@ -1,5 +1,5 @@
-"""Incremental parser of function calls in a model's answer, for the three formats that most models
-use.
+"""Incremental parser of function calls in a model's answer. It reads the three formats that most
+models use.
 
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>  Hermes, Qwen, and models that
                                                                        are told to
@@ -7,9 +7,9 @@ use.
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]           Mistral; newer:
                                                                        [TOOL_CALLS]f{...}
 
-If the format has marks, an answer that consists only of calls without these marks is parsed, too:
-some models write calls bare, in a fence, or between other tags. All text that is not a call of a
-known function remains content. Blanks around calls are dropped.
+If the format has marks, then an answer that consists only of calls without these marks is parsed as
+well, because some models write calls bare, in a fence, or between other tags. All text that is not
+a call of a known function remains content. Blanks around calls are dropped.
 """
 
 import json
@@ -25,7 +25,8 @@ from eesd.runtime.text import overlap
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of calls: the marks before and after them, and the key of the arguments."""
+    """A format of calls. It has the marks before and after the calls, and the key of the
+    arguments."""
 
     name: str
     begin: str
@@ -33,7 +34,7 @@ class ToolFormat:
     arguments: str
 
     def call_id(self) -> str:
-        """A new id. Mistral's templates require nine letters or digits."""
+        """Return a new id. Mistral's templates require nine letters or digits."""
         if self is MISTRAL:
             return secrets.token_hex(5)[:9]
         return f"call_{secrets.token_hex(12)}"
@@ -71,8 +72,8 @@ _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """A part of the answer that new text adds: content, a thought, the beginning of a call (``id``
-    and ``name``), or a piece of its arguments."""
+    """A part of the answer that new text adds. It is content, a thought, the beginning of a call
+    (``id`` and ``name``), or a piece of a call's arguments."""
 
     content: str = ""
     index: int = 0
@@ -93,7 +94,7 @@ class ToolDelta:
 
 
 def whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
-    """The calls of an answer, as the ``tool_calls`` of a message."""
+    """Return the calls of an answer in the form of a message's ``tool_calls``."""
     calls: list[dict[str, Any]] = [
         {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": ""}}
         for d in deltas
@@ -111,7 +112,7 @@ class _Object:
     Attributes:
         start: Index of the object's first bracket.
         at: Index up to which the text has been read.
-        end: Index after the object's last bracket; None until it is found.
+        end: Index after the object's last bracket, or -1 until it is found.
         broken: Whether the text is not JSON.
     """
 
@@ -142,7 +143,7 @@ class _Object:
 
 
 class _BareCalls:
-    """Reads, piece by piece, an answer that may consist only of calls without marks.
+    """Reads an answer that comes in pieces and may consist only of calls without marks.
 
     Args:
         names: Names of the functions.
@@ -196,25 +197,27 @@ class _BareCalls:
         return True
 
     def _begins(self, text: str) -> bool:
-        """Whether an object begins like a call, or may still become one."""
+        """Return whether an object begins like a call. If its beginning is incomplete, return
+        whether it may still become a call."""
         squeezed = "".join(text[:_LONGEST_HEAD].split())
         return any(head.startswith(squeezed[: len(head)]) for head in self._heads)
 
 
 class ToolParser:
-    """Parses an answer, piece by piece.
+    """Parses an answer that comes in pieces.
 
     Args:
         format: The model's format of calls.
         names: Names of the functions.
         streaming: Whether to return a call as soon as its name is known and its arguments begin,
             and then the arguments piece by piece. Such arguments may be cut off later, or turn out
-            not to be JSON. If False, only complete calls are returned as calls; all other text is
-            content.
-        most: Maximum number of calls; further calls remain content.
-        forced: Whether the answer must be calls. If it is cut off within the beginning of a call,
-            that beginning is then not content.
-        marks: Text of special tokens by id, because the tokenizer decodes them to nothing.
+            not to be JSON. If False, only complete calls are returned as calls, and all other text
+            is content.
+        most: Maximum number of calls. Further calls remain content.
+        forced: Whether the answer must be calls. If so, and the answer is cut off within the
+            beginning of a call, that beginning is not returned as content.
+        marks: Maps the ids of special tokens to their text. It is needed because the tokenizer
+            decodes special tokens to nothing.
 
     Attributes:
         calls: Number of calls returned so far.
@@ -239,16 +242,17 @@ class ToolParser:
         self._forced = forced
         self.calls = 0
         self._bare = _BareCalls(names) if format.begin and not forced else None
-        """Parser of calls without marks, used as long as the answer may consist only of such
-        calls."""
+        """The parser of calls without marks. It is used as long as the answer may consist only of
+        such calls."""
         self._text = ""
-        """Text that was not returned yet."""
+        """Text that has not been returned yet."""
         self._raw = ""
         """Text that was skipped before a call. It is content if no call follows."""
         self._state = self._content if format.begin else self._before
         self._object = _Object(0)
         self._arguments: _Object | None = None
-        """The arguments of a call that was returned in part: up to the index ``_told``."""
+        """The arguments of a call that was returned in part. They have been returned up to the
+        index ``_told``."""
         self._told = 0
 
     def push(self, text: str) -> list[ToolDelta]:
@@ -293,7 +297,8 @@ class ToolParser:
         return [*deltas, ToolDelta(more)] if more else deltas
 
     def _content(self) -> Iterator[ToolDelta]:
-        """Yield content, except text that may begin a call and the blanks before it."""
+        """Yield content. Text that may begin a call is held back, together with the blanks before
+        it."""
         begin = self._format.begin
         at = self._text.find(begin) if begin and self.calls < self._most else -1
         sure = at if at >= 0 else len(self._text) - overlap(self._text, begin)
@@ -356,8 +361,8 @@ class ToolParser:
             self._end_call(self._object.end if whole else self._object.at)
 
     def _head(self, whole: bool) -> tuple[str, int] | None:
-        """Name of the function, and index at which its arguments begin. None if the function is
-        unknown, or if the call is not JSON and the answer is not streamed."""
+        """Return the name of the function and the index at which its arguments begin. Return None
+        if the function is unknown, or if the call is not JSON and the answer is not streamed."""
         if not (whole or self._streaming):
             return None
         match = _HEAD.match(self._text) or (self._format is MISTRAL and _NAMED.match(self._text))
@@ -406,8 +411,8 @@ def _parsed(text: str) -> Any:
 
 
 def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call whose entries are in another order, or that has further entries;
-    None if the text is not a call."""
+    """Return the name and the arguments of a call whose entries may be in another order, and which
+    may have further entries. Return None if the text is not a call."""
     call = _parsed(text)
     if (
         not isinstance(call, dict)

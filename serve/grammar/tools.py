@@ -1,5 +1,5 @@
-"""Function calling: write the tools of a chat request into the prompt, and make the grammar of
-required calls.
+"""Function calling. This module writes the tools of a chat request into the prompt, and makes the
+grammar of required calls.
 
 Tools are passed to the chat template if it reads them. For other models the system message
 describes the tools in plain words and requests calls in the hermes format.
@@ -93,7 +93,7 @@ class Tools:
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
         """Make the parser of one answer."""
         most = 128 if self.parallel else 1
-        # A required call that is cut off is returned as a part of a call, not as content.
+        # If a required call is cut off, it is returned as a part of a call instead of as content.
         streaming = streaming or self.choice != "auto"
         marks = {
             token: text
@@ -109,8 +109,8 @@ class Tools:
     def constraint(
         self, llm: LLM, answer: GrammarConstraint | None = None
     ) -> GrammarConstraint | None:
-        """The grammar of the required calls; if no call is required, the grammar of calls and of an
-        answer without calls.
+        """Return the grammar of the required calls. If no call is required, it is the grammar of
+        calls and of an answer without calls.
 
         Args:
             llm: The model.
@@ -146,15 +146,15 @@ class Tools:
         several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
         start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
         if self.choice == "auto" and self.format is not HARMONY:
-            # A call without marks is allowed, too: without this, a model that begins one would have
-            # to end it as an answer.
+            # A call without marks is allowed as well. If it were not, a model that begins such a
+            # call would have to end it as an answer.
             start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
         elif self.choice == "auto":
             start = f"@answer | {call}"
         return "\n".join([f"start: {start}", *rules])
 
     def _harmony_rule(self, name: str, left_out: set[str], codec: TextCodec) -> str:
-        """A call of gpt-oss, up to its end."""
+        """Return the rule for a call of gpt-oss up to its end."""
         channel, constrain, message = (
             _literal(mark, codec) for mark in (CHANNEL, CONSTRAIN, MESSAGE)
         )
@@ -164,7 +164,7 @@ class Tools:
         return f'{channel} {head} {constrain} "json" {message} %json {text}'
 
     def _parameters(self, name: str, left_out: set[str]) -> tuple[dict[str, Any], Any]:
-        """The schema of a function's arguments, and llguidance's options for it."""
+        """Return the schema of a function's arguments and llguidance's options for the schema."""
         function = self.functions[name]
         lenient = function.get("strict") is not True
         schema = {
@@ -199,29 +199,30 @@ class Tools:
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:
-    """The special token with this name; None if the model has no such token. No other tokens spell
-    a special token, and it is not part of the answer's text."""
+    """Return the special token with this name, or None if the model has no such token. No other
+    tokens spell a special token, and a special token is not part of the answer's text."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
     return token if token in added and added[token].special else None
 
 
 def _literal(text: str, codec: TextCodec) -> str:
-    """A text as it is written in a grammar."""
+    """Return a text as it is written in a grammar."""
     token = special_token(text, codec)
     return quoted(text) if token is None else f"<[{token}]>"
 
 
 def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
-    """The tools of a chat request: ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
+    """Read the tools of a chat request from its fields ``tools``, ``tool_choice`` and
+    ``parallel_tool_calls``.
 
     Args:
         body: The request's JSON.
         codec: Tokenizer and chat template of the model.
 
     Returns:
-        None if there are no tools, or if ``tool_choice`` is ``none``, with which the prompt omits
-        the tools.
+        The tools, or None if there are no tools. If ``tool_choice`` is ``none``, this is None as
+        well, and the prompt omits the tools.
 
     Raises:
         EESDError: A value cannot be used.
@@ -277,12 +278,12 @@ def _check_tool(tool: Any, name: str) -> None:
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The choice, and the names of the tools in the prompt: all tools, unless OpenAI's
-    ``allowed_tools`` lists some."""
+    """Return the choice, and the names of the tools in the prompt. These are all tools, unless
+    OpenAI's ``allowed_tools`` lists some of them."""
     chosen = given.get("type") if isinstance(given, Mapping) else given
     if chosen in (None, "none", "auto", "required"):
         return chosen or "auto", names
-    if chosen == "any":  # the name of ``required`` at Mistral and Anthropic
+    if chosen == "any":  # Mistral and Anthropic have this name for ``required``
         return "required", names
     if chosen == "allowed_tools":
         inner = given.get(chosen, given)
@@ -301,8 +302,8 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _named(given: Any, names: Sequence[str]) -> str:
-    """The function name in a tool choice: in OpenAI's form for chats or for responses, or in
-    Anthropic's."""
+    """Return the function name in a tool choice. The choice may have OpenAI's form for chats,
+    OpenAI's form for responses, or Anthropic's form."""
     found = (
         given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
     )
@@ -321,7 +322,7 @@ def _named(given: Any, names: Sequence[str]) -> str:
 
 
 def _format_of(codec: TextCodec) -> ToolFormat:
-    """The model's format of calls, derived from its chat template."""
+    """Return the model's format of calls, which its chat template shows."""
     template = codec.tool_template
     if template is None or not template.reads_tools or HERMES.begin in template.source:
         return HERMES
@@ -340,13 +341,14 @@ def encode_chat(
     variables: Mapping[str, Any] = MappingProxyType({}),
     ending: str = "answer",
 ) -> list[int]:
-    """Token ids of chat messages, including calls and their results, and of the tools.
+    """Return the token ids of chat messages and tools. The messages may include calls and their
+    results.
 
     Args:
         messages: The messages.
         tools: The functions.
         codec: Tokenizer and chat template of the model.
-        effort: Reasoning effort, for templates that read it; None for the template's default.
+        effort: The reasoning effort, for templates that read it. None leaves it to the template.
         variables: Values that the template reads.
         ending: ``answer`` begins an answer, ``end`` does not, and ``continue`` leaves the last
             message open.
@@ -372,8 +374,8 @@ def encode_chat(
 
 
 def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
-    """Refuse variables that other fields set, and text that could write special tokens if messages
-    must not write them."""
+    """Refuse variables that other fields set. If messages must not write special tokens, also
+    refuse variables that are text, because text could write such tokens."""
     for name, value in variables.items():
         if name in _OTHER_FIELDS:
             raise EESDError(
@@ -392,8 +394,8 @@ def _continued(
     codec: TextCodec,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids up to the end of the last message's content. As in transformers, the content is
-    found at the last occurrence of its text."""
+    """Return the token ids up to the end of the last message's content. As in transformers, the
+    content is found at the last occurrence of its text."""
     if codec.plain is not None:
         raise EESDError(
             "continue_final_message is not supported with --plain-content; leave it out."
@@ -411,8 +413,8 @@ def _continued(
 
 
 def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
-    """The template's variables for an effort: ``reasoning_effort`` with the effort itself,
-    ``enable_thinking`` with false for ``none``."""
+    """Return the template's variables for an effort. ``reasoning_effort`` is the effort itself, and
+    ``enable_thinking`` is False only for ``none``."""
     values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if not (known := values.keys() & template.names):
         _warn_of_effort()
@@ -429,8 +431,8 @@ def _warn_of_effort() -> None:
 
 
 def _with_arguments(message: Message) -> Message:
-    """Return the message with the arguments of its calls as JSON instead of text, as templates
-    expect."""
+    """Return the message with the arguments of its calls as parsed JSON instead of text, because
+    templates expect that."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -462,8 +464,8 @@ def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Write calls and results as text, for a template that reads only ``content``. Consecutive
-    results become one user message."""
+    """Write calls and results as text. This is for a template that reads only ``content``.
+    Consecutive results become one user message."""
     told: list[Message] = []
     after_result = False
     for message in messages:
@@ -502,7 +504,7 @@ def _plain_text(message: Message) -> str:
 
 
 def _told(messages: list[Message], tools: Tools | None) -> list[Message]:
-    """Return the messages, with the tools described in the system message."""
+    """Return the messages with a system message that describes the tools."""
     if tools is None:
         return messages
     text = TOLD.format(

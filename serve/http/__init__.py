@@ -1,1 +1,2 @@
-"""HTTP: options, the gate, errors, streams, logs and metrics, and the server as a process."""
+"""The HTTP side of the server. It has the options, the gate, errors, streams, logs, metrics, and
+the server process."""

@@ -28,18 +28,18 @@ STATUSES = {
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
 }
-"""For each error status, the type in the body, and the description in the schema of a route ("" if
-no route declares the status)."""
+"""Maps each error status to the type that the body has, and to the description in the schema of a
+route. The description is "" if no route declares the status."""
 NO_PATH = (
     "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and "
     "/v1/completions."
 )
 LEFT = 499
-"""Status that is logged for a request whose client left."""
+"""The status that the log shows for a request whose client left."""
 
 
 class ErrorDetail(BaseModel):
-    """The details of an error; ``message`` is one sentence."""
+    """The details of an error. Its ``message`` is one sentence."""
 
     message: str
     type: str
@@ -68,7 +68,7 @@ class APIError(Exception):
 
     Attributes:
         status: One of :data:`STATUSES`.
-        message: One sentence with the problem and the remedy.
+        message: One sentence that says what is wrong and what to do.
         param: The field of the body that is wrong.
         code: A machine-readable code.
         headers: Additional headers of the response.
@@ -119,8 +119,8 @@ def unsupported(param: str, message: str) -> APIError:
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request, without the prefix under which another server mounts the
-    application."""
+    """Return the path of a request. If another server mounts the application under a prefix, the
+    prefix is left out."""
     return str(scope["path"].removeprefix(scope.get("root_path", ""))) or "/"
 
 
@@ -154,7 +154,8 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _invalid(error: RequestValidationError) -> APIError:
-    """The error for the first wrong field, with a reason for each form that the field may have."""
+    """Return the error for the first wrong field. If the field may have several forms, the message
+    says for each form why it does not fit."""
     found = error.errors()
     place = [str(part) for part in found[0]["loc"] if part != "body"]
     if not place:

@@ -1,5 +1,5 @@
-"""Admission of requests: API keys, limits on the size and pace of bodies, and refusals while the
-server stops."""
+"""Admission of requests. Before a request reaches its route, this module checks its API key, its
+host name, and the size and the pace of its body. While the server stops, requests are refused."""
 
 import asyncio
 import hmac
@@ -41,7 +41,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # sent by monitors: answered like a GET, without the body
+        if scope["method"] == "HEAD":  # monitors send it; it is answered like GET, without the body
             scope = {**scope, "method": "GET"}
         quiet = path_of(scope) in QUIET
         self._serving.active += not quiet
@@ -57,7 +57,8 @@ class Gate:
             self._serving.active -= not quiet
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of an admitted request; None if the client left before the body was complete.
+        """Return the body of an admitted request, or None if the client left before the body was
+        complete.
 
         Raises:
             APIError: The request is not admitted.
@@ -119,17 +120,17 @@ class Gate:
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
     def _any_host(self, path: str, key: str) -> bool:
-        """Whether a path is served for every host name: Kubernetes and Prometheus use an address,
-        and the answer reveals nothing to another site's page."""
+        """Return whether a path is served for every host name. Kubernetes and Prometheus use an
+        address instead of a name, and the answer reveals nothing to another site's page."""
         return path in ("/health", "/ready") or (
             path == "/metrics" and (bool(key) or self._serving.options.metrics_open)
         )
 
     def _key(self, headers: Headers) -> str:
-        """Name of a request's key in the log: the beginning of the key's SHA-256. Empty if the key
-        is not valid.
+        """Return the name that a request's key has in the log, which is the beginning of the key's
+        SHA-256. The name is empty if the key is not valid.
 
-        Takes the same time for every wrong key.
+        The check takes the same time for every wrong key.
         """
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -144,7 +145,7 @@ class Gate:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without a port; "" if there is none."""
+    """Return the name in a Host header without its port, or "" if there is no such header."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -152,8 +153,8 @@ def _name_of(host: str) -> str:
 
 
 async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
-    """The whole body; None if the client left. Raises :class:`APIError` if it has more than
-    ``most`` bytes."""
+    """Return the whole body, or None if the client left. Raises :class:`APIError` if it has more
+    than ``most`` bytes."""
     declared = headers.get("content-length", "")
     pieces = []
     size = 0

@@ -1,4 +1,4 @@
-"""Routes that parse JSON with the checks for outside input, and access to the server's state."""
+"""Routes that check JSON from outside as they parse it, and access to the server's state."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ class _CheckedRequest(Request):
 
 
 class JSONRoute(APIRoute):
-    """Refuses JSON that is nested too deeply or not UTF-8, with one sentence."""
+    """Refuses JSON that is nested too deeply or not UTF-8. The error is one sentence."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

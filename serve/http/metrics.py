@@ -93,10 +93,10 @@ WHOLE = (
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the histograms: three scales of seconds, then a scale for tokens per request, and
-a scale for tokens per round."""
+"""The upper bounds of the histograms' buckets. The first three tuples are in seconds, the fourth
+counts tokens per request, and the last counts tokens per round."""
 REASONS = {"cancelled": "abort"}
-"""vLLM's names of finish reasons, where they differ from ours."""
+"""Maps our finish reasons to vLLM's names where the names differ."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 
 HISTOGRAMS = {
@@ -149,12 +149,12 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
     ),
     "eesd:rounds": ("Rounds of the batch.", lambda load: load.rounds),
 }
-"""Metrics of the batch itself."""
+"""The metrics that the batch itself counts."""
 
 
 class Metrics:
-    """The counters and histograms of one server, in a separate registry. vLLM numbers its engines;
-    this server has a single engine, with the number 0."""
+    """The counters and histograms of one server. They are kept in a separate registry. vLLM numbers
+    its engines, so the single engine of this server has the number 0."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -210,7 +210,7 @@ class Metrics:
         Gauge(name, text, labels, registry=self.registry).labels(**labels).set(1)
 
     def answered(self, method: str, route: str, status: int) -> None:
-        """Count an HTTP request, even if it was refused.
+        """Count an HTTP request. Refused requests are counted as well.
 
         Args:
             method: HTTP method. Methods that clients make up are counted together.
@@ -222,11 +222,11 @@ class Metrics:
         self._classes.labels(handler=route, method=known, status=f"{status // 100}xx").inc()
 
     def observe(self, name: str, value: float) -> None:
-        """Add a value to one of :data:`HISTOGRAMS`."""
+        """Add a value to one of the histograms in :data:`HISTOGRAMS`."""
         self._histograms[name].observe(value)
 
     def count(self, name: str, amount: int) -> None:
-        """Add to one of :data:`TOKENS`."""
+        """Add an amount to one of the counters in :data:`TOKENS`."""
         self._tokens[name].inc(amount)
 
     def asked(self, requests: list[Request]) -> None:
@@ -308,7 +308,7 @@ class Meter:
             metrics.count("generation_tokens", len(update.tokens))
 
     def end(self, reason: str, now: float) -> None:
-        """Count the end of the text, once."""
+        """Count the end of the text. Further calls have no effect."""
         if self._ended:
             return
         self._ended = True
@@ -326,11 +326,11 @@ class Meter:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def _began(self, now: float) -> float:
-        """Time at which the text got a row; ``now`` if it still waits."""
+        """Return the time at which the text got a row, or ``now`` if it is still waiting."""
         return self._generation.began or now
 
     def facts(self) -> dict[str, float]:
-        """The times of the text so far, in seconds, for the log and for traces."""
+        """Return the times of the text so far (in seconds) for the log and for traces."""
         began = self._generation.began
         if began is None:
             return {}
@@ -344,7 +344,7 @@ class Meter:
 
 
 def num_drafts(stats: Stats) -> int:
-    """Number of rounds that verified at least one draft token."""
+    """Return the number of rounds that verified at least one draft token."""
     return sum(stats.verified_at_depth[:1])
 
 
@@ -376,7 +376,7 @@ class _LoadCollector(Collector):
         yield self._iterations(load.round_tokens)
 
     def _iterations(self, rounds: Mapping[int, int]) -> Metric:
-        """Histogram of tokens per round."""
+        """Return the histogram of the tokens per round."""
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
             "Tokens of a round: of prompts, and new ones.",
@@ -392,5 +392,5 @@ class _LoadCollector(Collector):
 
 
 def _up_to(bound: float, rounds: Mapping[int, int]) -> int:
-    """Number of rounds with at most ``bound`` tokens."""
+    """Return the number of rounds that had at most ``bound`` tokens."""
     return sum(count for tokens, count in rounds.items() if tokens <= bound)

@@ -41,8 +41,9 @@ TRACED = {
     "queue_seconds": "gen_ai.latency.time_in_queue",
     "prefill_seconds": "gen_ai.latency.time_in_model_prefill",
 }
-"""Names of facts in traces: OpenTelemetry's conventional names, and vLLM's names for two times that
-the conventions lack. Names of other facts begin with ``eesd.``."""
+"""The names that facts have in traces. They are OpenTelemetry's conventional names, except that two
+times have vLLM's names because the conventions lack them. The names of all other facts begin with
+``eesd.``."""
 OPERATIONS = {
     "/v1/completions": "text_completion",
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
@@ -53,8 +54,8 @@ _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class JSONFormatter(logging.Formatter):
-    """Writes one JSON object per line: time, level, logger, message, ``request_id``, and the facts
-    of a request."""
+    """Writes one JSON object per line. The object has the time, the level, the logger, the message,
+    the ``request_id``, and the facts of a request."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -95,7 +96,7 @@ def _printable(text: str) -> str:
 
 
 def log_to_stderr(form: str) -> None:
-    """Send messages of level INFO and above to stderr, as ``text`` or ``json``."""
+    """Write messages of level INFO and above to stderr in the format ``text`` or ``json``."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -111,10 +112,10 @@ def _add_to_span(facts: Mapping[str, Any]) -> None:
 
 
 class Observe:
-    """ASGI middleware around the whole application. It gives each request an id and a log line, and
-    answers exceptions.
+    """ASGI middleware around the whole application. It gives each request an id and a log line. If
+    a route raises an exception, it answers with an error.
 
-    A trace gets the same facts, if ``opentelemetry-instrument`` runs the server.
+    If ``opentelemetry-instrument`` runs the server, the trace gets the same facts.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
@@ -169,8 +170,8 @@ class Observe:
             LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
 
     def _traced(self, path: str) -> dict[str, str]:
-        """Facts about a request that only a trace has: the route and, if the route generates, the
-        operation."""
+        """Return the facts about a request that only a trace has. These are the route and, if the
+        route generates text, the operation."""
         if path not in self._paths:
             return {"route": "other"}
         if path not in OPERATIONS:
@@ -184,8 +185,8 @@ class Observe:
 
 
 def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
-    """Outcome of a request so far: status, seconds, key name, requested model, fields without
-    effect, and numbers of tokens."""
+    """Return the outcome of a request so far. It has the status, the seconds, the name of the key,
+    the requested model, the fields that had no effect, and the numbers of tokens."""
     state = scope.get("state", {})
     found: dict[str, Any] = {"status": status, "seconds": round(monotonic() - start, 4)}
     for name in ("key", "model", "ignored_fields"):

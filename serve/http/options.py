@@ -28,25 +28,26 @@ class ServeOptions:
     """Limits and names of a server.
 
     Attributes:
-        model_name: The name that clients give as ``model``; "" for the name in the engine
+        model_name: The name that clients give as ``model``, or "" to use the name in the engine
             directory.
         aliases: Additional names that clients may give.
         api_keys: Requests must have one of these keys as a bearer token. If empty, no key is
             needed.
-        allowed_hosts: Host names, without ports and regardless of case, for which requests are
-            accepted (``Host``); empty to accept all names. The check refuses requests from another
-            site's page if the site's name resolves to this server (DNS rebinding). Requests without
-            ``Host``, as in HTTP/1.0, and probes are always accepted.
-        allowed_origins: Origins of pages that may send requests from a browser (CORS), or ``*`` for
-            all origins.
+        allowed_hosts: Host names (without ports and regardless of case) that the ``Host`` of a
+            request may have. If empty, all names are accepted. The check refuses requests from
+            another site's page if the site's name resolves to this server (DNS rebinding). Requests
+            without ``Host``, as in HTTP/1.0, and probes are always accepted.
+        allowed_origins: Origins of the pages that may send requests from a browser (CORS). ``*``
+            stands for all origins.
         metrics_open: Whether ``/metrics`` is open without a key.
         max_body_bytes: Maximum size of a body.
-        max_prompt_tokens: Maximum length of a prompt; 0 for the limit of the engines' KV cache.
-        max_n: Maximum number of texts per request: prompts times ``n``.
+        max_prompt_tokens: Maximum length of a prompt in tokens, or 0 for the limit of the engines'
+            KV cache.
+        max_n: Maximum number of texts per request, which is the number of prompts times ``n``.
         request_timeout: Seconds after which a request ends with the tokens that it has by then.
         body_timeout: Seconds within which a body, or the head of a request, must arrive.
-        send_timeout: Seconds for which a client may leave an answer unread; for
-            :func:`~eesd.serve.http.run.serve`.
+        send_timeout: Seconds for which a client may leave an answer unread.
+            :func:`~eesd.serve.http.run.serve` applies it.
         drain_seconds: Time that running requests have to finish when the server stops.
 
     Raises:
@@ -117,7 +118,7 @@ class Serving:
         service: The batch.
         options: The limits.
         model_name: The name in the ``model`` field of answers.
-        codec: Tokenizer and chat template; None if the model has none.
+        codec: The tokenizer and the chat template, or None if the model has no tokenizer.
         metrics: Metrics for Prometheus.
         active: Number of requests that are being answered, not counting probes.
         draining: Whether the server is stopping. If so, running requests finish, and new requests
@@ -145,7 +146,7 @@ class Serving:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of a text, in tokens, including the prompt."""
+        """Maximum length of a text in tokens. The prompt is included."""
         return self.service.llm.manifest.max_seq_len
 
     @property

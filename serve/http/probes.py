@@ -12,7 +12,8 @@ router = APIRouter(responses={status: ERRORS[status] for status in (401, 503)})
 
 @router.get("/health", response_class=PlainTextResponse)
 async def health(serving: Shared) -> str:
-    """Status 200 while the batch is alive. Restart the server if it is not."""
+    """Answer with status 200 while the batch is alive. With any other answer, restart the
+    server."""
     if not serving.service.alive:
         raise APIError(503, "The batch has stopped; restart the server.", code="internal_error")
     return "ok"
@@ -20,7 +21,8 @@ async def health(serving: Shared) -> str:
 
 @router.get("/ready", response_class=PlainTextResponse)
 async def ready(serving: Shared) -> str:
-    """Status 200 while the server takes requests. Send requests elsewhere while it does not."""
+    """Answer with status 200 while the server takes requests. With any other answer, send requests
+    elsewhere."""
     if not serving.ready:
         raise APIError(503, "The server is stopping; ask another one.", code="stopping")
     return "ok"
@@ -28,5 +30,5 @@ async def ready(serving: Shared) -> str:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(serving: Shared) -> Response:
-    """Counters, gauges and histograms for Prometheus."""
+    """Return the counters, gauges and histograms for Prometheus."""
     return Response(serving.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

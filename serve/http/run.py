@@ -1,5 +1,5 @@
-"""The server process: a socket, connections that may not idle in the middle of a request, and a
-shutdown that lets requests finish."""
+"""The server process. It binds a socket, closes connections that stall in the middle of a request,
+and lets running requests finish when it stops."""
 
 import asyncio
 import socket
@@ -20,18 +20,19 @@ from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
 
 KEEP_SECONDS = 65
-"""Seconds for which a connection is kept for the next request, longer than proxies and clients keep
-connections."""
+"""Seconds for which an idle connection is kept for the next request. Proxies and clients keep their
+connections for a shorter time."""
 UNREAD_BYTES = 64 << 10
-"""Bytes of a stream that the system buffers. With a larger buffer, the server would notice only
-after minutes that a client reads nothing."""
+"""Number of bytes of a stream that the system buffers. With a larger buffer, the server would
+notice only after minutes that a client reads nothing."""
 LAST_SECONDS = 5
-"""Seconds for writing the last responses after the remaining requests have been cancelled."""
+"""After the remaining requests have been cancelled, their last responses must be written within
+this number of seconds."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address without listening: connections are refused until the model is
-    loaded. Port 0 chooses a free port.
+    """Bind a socket to an address without listening. Connections are therefore refused until the
+    model is loaded. Port 0 chooses a free port.
 
     Raises:
         EESDError: The address cannot be used.
@@ -58,17 +59,18 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """The URL of a bound socket."""
+    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(app: FastAPI, bound: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends them.
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish. A second signal ends them at
+    once.
 
     Args:
         app: The application. Its service is closed at the end.
-        bound: Socket of :func:`bind`; closed at the end.
+        bound: The socket that :func:`bind` returned. It is closed at the end.
     """
     _allow_many_connections()
     serving: Serving = app.state.serving
@@ -102,8 +104,8 @@ def _allow_many_connections() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Stops in two steps: it refuses new requests and fails the readiness probe, then ends when the
-    running requests have finished."""
+    """Stops in two steps. First it refuses new requests and fails the readiness probe. Then it ends
+    as soon as the running requests have finished."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)

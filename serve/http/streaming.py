@@ -1,4 +1,4 @@
-"""Server-sent events, and cancellation of requests whose client leaves."""
+"""Server-sent events. If a client leaves, its request is cancelled."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -51,7 +51,8 @@ class EventStream(Response):
 
     An exception before the first event becomes an error with a status. After that the status has
     been sent, so an error becomes the last event: ``data: {"error": ...}`` without ``[DONE]``.
-    Comments are sent while there are no events; the first comment is sent with the status.
+    While there are no events, comments are sent. The first comment is sent together with the
+    status.
 
     Args:
         events: The events. The iterator is closed at the end, even if the client leaves.
@@ -67,7 +68,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await _unless_left(self._send(send), receive)
-        except ClientLeftError:  # the status may have been sent; the log and the metrics say 499
+        except ClientLeftError:  # the status may have been sent; the log and the metrics show 499
             scope.setdefault("state", {})["left"] = True
         finally:
             await self._events.aclose()
@@ -87,7 +88,8 @@ class EventStream(Response):
 
 
 async def _with_comments(events: Events) -> Events:
-    """The events, and a comment whenever there is no event for :data:`QUIET_SECONDS`."""
+    """Yield the events, and yield a comment whenever there has been no event for
+    :data:`QUIET_SECONDS`."""
     waiting = asyncio.ensure_future(anext(events, None))
     try:
         while True:
@@ -106,8 +108,8 @@ async def _with_comments(events: Events) -> Events:
 
 
 async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:
-    """Do the work, or cancel it and raise :class:`ClientLeftError` when the client closes the
-    connection."""
+    """Do the work and return its result. If the client closes the connection first, the work is
+    cancelled and :class:`ClientLeftError` is raised."""
     return await _unless_left(work, request.receive)
 
 

@@ -1,5 +1,5 @@
-"""Routes of the playground: a page that shows the source of each token, rejected drafts, and the
-speed-up.
+"""The routes of the playground. It is a page that shows the source of each token, the rejected
+drafts, and the speed-up.
 
 The page is six files without a build step. It loads nothing from other hosts, and its
 Content-Security-Policy enforces that.
@@ -49,8 +49,8 @@ router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
 
 class PlayBody(GenerationBody):
-    """Body of a request from the page: for an answer to ``messages``, or for the text that follows
-    ``prompt``."""
+    """The body of a request from the page. It asks for an answer to ``messages``, or for the text
+    that follows ``prompt``."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -59,7 +59,7 @@ class PlayBody(GenerationBody):
 
 
 class About(BaseModel):
-    """Facts about the server, for the page's header and form."""
+    """Facts about the server that the page shows in its header and uses in its form."""
 
     model: str
     version: str
@@ -70,8 +70,8 @@ class About(BaseModel):
 
 
 class PlayToken(BaseModel):
-    """A new token and, if requested, its log-probability and the most likely tokens in its place,
-    best first."""
+    """A new token. If the request asks for it, the token has its log-probability and the tokens
+    that were most likely in its place, best first."""
 
     id: int
     text: str
@@ -81,8 +81,8 @@ class PlayToken(BaseModel):
 
 
 class PlayEvent(BaseModel):
-    """One round. ``rejected``: draft tokens that were replaced by the verifier's token, the last of
-    ``tokens``."""
+    """The result of one round. ``rejected`` has the draft tokens that the verifier's token
+    replaced. The verifier's token is the last of ``tokens``."""
 
     tokens: list[PlayToken]
     rejected: list[str]
@@ -149,10 +149,10 @@ def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
     """Return the estimates of the rule that decided the last round, as JSON values.
 
     Returns:
-        ``accept`` and ``text``: mean and covariance of the calibrator for the exit head's drafts,
-        and of the calibrator for drafts from the text, if the rule has them. ``alone``: whether the
-        request ran alone. ``plain_seconds``: seconds of a plain round, if known; only for a request
-        that ran alone.
+        A dictionary. ``accept`` has the mean and the covariance of the calibrator for the exit
+        head's drafts, and ``text`` has those of the calibrator for drafts from the text. Both are
+        left out if the rule has no such calibrator. ``alone`` says whether the request ran alone.
+        If it did and the time is known, ``plain_seconds`` has the seconds of a plain round.
     """
     if isinstance(deciding, LoadRule):
         return {"alone": False, "accept": _state(deciding.accept), "text": _state(deciding.text)}
@@ -191,7 +191,7 @@ def _event(
 
 
 def _texts(tokens: Sequence[int], serving: Serving) -> list[str]:
-    """The text of each token; for a special token, its name."""
+    """Return the text of each token. A special token has its name as text."""
     codec = serving.codec
     if codec is None:
         return [str(token) for token in tokens]

@@ -27,8 +27,8 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "choice": "choice",
 }
-"""Kinds of guides, under the names of tensorrtllm_backend. ``choice``, a list in JSON, is an
-addition."""
+"""The kinds of guides under the names that tensorrtllm_backend uses. ``choice`` (a list in JSON) is
+an addition of this project."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Asked:
 
     Attributes:
         request: The request for the batch.
-        guide: Kind and value of the output constraint, for :func:`eesd.make_constraint`; None if
+        guide: Kind and value of the output constraint for :func:`eesd.make_constraint`, or None if
             the output is unconstrained.
         stream: Whether each round's tokens are sent in a separate response.
         prefix: Text to put before the first response's text.
@@ -90,12 +90,13 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
 
 
 def _tokens(tensor: Any) -> list[int]:
-    """Token ids, read through DLPack directly from the memory that the server wrote."""
+    """Return the token ids. They are read through DLPack directly from the memory that the server
+    wrote."""
     return [int(token) for token in np.from_dlpack(tensor).reshape(-1)]
 
 
 def _chat(text: str) -> list[Any]:
-    """Chat messages from JSON. The codec checks each message."""
+    """Parse chat messages from JSON. The codec checks each message."""
     messages = parse_json(text, "messages", 'give [{"role": "user", "content": "..."}]')
     if (
         not isinstance(messages, list)
@@ -129,7 +130,7 @@ def _guide(given: dict[str, Any]) -> tuple[str, Any] | None:
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     chosen = {name: _value(given, name) for name in SAMPLING if name in given}
-    if chosen.get("top_k", 0) < 0:  # some clients send -1 for all tokens
+    if chosen.get("top_k", 0) < 0:  # some clients send -1 to allow all tokens
         chosen["top_k"] = 0
     seeds = [_value(given, name) for name in ("seed", "random_seed") if name in given]
     if len(set(seeds)) > 1:
@@ -138,7 +139,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(given: dict[str, Any], name: str) -> Any:
-    """The value of an input with one element; None if the input is missing."""
+    """Return the value of an input with one element, or None if the input is missing."""
     if name not in given:
         return None
     value = given[name].as_numpy().reshape(-1)[0]

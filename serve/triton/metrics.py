@@ -1,5 +1,5 @@
-"""Metrics of EESD in Triton's ``/metrics``, under the names that vLLM uses. Only the Python inside
-Triton imports this module."""
+"""The metrics of EESD in Triton's ``/metrics``. They have the names that vLLM uses. Only the Python
+inside Triton imports this module."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -26,9 +26,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], int]]] = {
         lambda stats: stats.accepted_tokens,
     ),
 }
-"""Counters that add the statistics of each request when it ends."""
+"""Counters to which the statistics of each request are added when the request ends."""
 REASONS = {"cancelled": "abort"}
-"""vLLM's names of finish reasons that differ from ours."""
+"""Maps our finish reasons to vLLM's names where the names differ."""
 FIRST_TOKEN = [
     0.001,
     0.005,
@@ -98,7 +98,7 @@ class Metrics:
             self._metric("num_requests_waiting", "Requests in the queue.", "GAUGE").set(load[1])
 
     def _metric(self, name: str, text: str, kind: str = "COUNTER", **labels: str) -> Any:
-        """A metric, which is made when it is first used. The caller holds the lock."""
+        """Return a metric, which is made when it is first used. The caller holds the lock."""
         key = (name, *labels.values())
         if key not in self._made:
             if name not in self._families:

@@ -26,8 +26,7 @@ ORPHAN_SECONDS = 1.0
 
 
 class TritonPythonModel:
-    """Takes requests as they come, and answers them from another thread, so that Triton never
-    waits."""
+    """Takes requests as they come and answers them from another thread, so Triton never waits."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engines. If that raises an error, Triton reports it as the reason for not
@@ -76,7 +75,7 @@ class TritonPythonModel:
 
 @contextmanager
 def _refusals(sender: Any) -> Iterator[None]:
-    """If a request is refused, answer it with the reason."""
+    """If a request is refused in this block, answer it with the reason."""
     try:
         yield
     except EESDError as error:

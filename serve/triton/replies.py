@@ -29,7 +29,8 @@ class Reply:
     Attributes:
         sender: Triton's response sender.
         asked: The request of the client.
-        generation: Its generation in the batch; None until it is submitted.
+        generation: The generation of the request in the batch, or None until the request is
+            submitted.
         start: Time at which the request arrived.
         text, tokens, logprobs: Output that has not been sent yet.
         total: Sum of all log-probabilities so far.
@@ -148,7 +149,7 @@ class Replies:
 
 
 def _response(reply: Reply, update: Update) -> Any:
-    """A response with the output that has not been sent yet, or with the error."""
+    """Return a response with the output that has not been sent yet, or with the error."""
     if update.finish_reason == "error":
         code = pb_utils.TritonError.INVALID_ARG if update.refused else pb_utils.TritonError.INTERNAL
         return failure(update.error or "The request failed; the server's log says why.", code)
@@ -158,9 +159,9 @@ def _response(reply: Reply, update: Update) -> Any:
         return failure(
             "The model is being unloaded; send the request again.", pb_utils.TritonError.UNAVAILABLE
         )
-    # Plain tensors, not DLPack: the server copies outputs into shared memory in any case, and its
-    # stub never returns from reading a DLPack capsule of numpy (it gives the capsule a name that
-    # numpy does not know).
+    # Use plain tensors instead of DLPack. The server copies outputs into shared memory in any case,
+    # and its stub never returns from reading a DLPack capsule of numpy, because the stub gives the
+    # capsule a name that numpy does not know.
     outputs = [
         pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_)),
         pb_utils.Tensor("output_ids", np.array(reply.tokens, dtype=np.int32)),
@@ -177,5 +178,5 @@ def _response(reply: Reply, update: Update) -> Any:
 
 
 def failure(message: str, code: int) -> Any:
-    """A response with an error message of one sentence."""
+    """Return a response with an error message of one sentence."""
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

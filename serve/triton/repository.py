@@ -21,8 +21,8 @@ DRAFTING = Speculation()
 BATCH = BatchOptions()
 _REMEDY = "write the repository again"
 
-# The names come from NVIDIA's frontends, tensorrtllm_backend and vllm_backend. ``messages``, in
-# JSON, is an addition.
+# The names come from NVIDIA's frontends, tensorrtllm_backend and vllm_backend. ``messages`` (in
+# JSON) is an addition of this project.
 INPUTS = (
     ("text_input", "STRING", 1),
     ("messages", "STRING", 1),
@@ -63,15 +63,15 @@ from eesd.serve.triton.model import TritonPythonModel as TritonPythonModel
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings with which Triton runs an engine directory, from ``eesd.json`` in the directory of
-    the model's version.
+    """The settings with which Triton runs an engine directory. They come from ``eesd.json`` in the
+    directory of the model's version.
 
     Attributes:
         engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory
             of the model's version.
         backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content,
             nvtx: See :func:`eesd.load`.
-        threads: CPU threads of an engine; None for the number of processors of the process.
+        threads: Number of CPU threads of an engine, or None to use all processors of the process.
         batch: Limits of the batch.
 
     Raises:
@@ -113,11 +113,11 @@ def write_triton_repository(
     name: str = "eesd",
     **settings: Any,
 ) -> Path:
-    """Write the model ``name`` into a model repository. The repository may have other models, and
-    need not exist.
+    """Write the model ``name`` into a model repository. The repository may have other models. If it
+    does not exist, it is made.
 
-    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the
-    settings and may be edited.
+    The engine directory is not copied, because Triton reads it where it is. ``1/eesd.json`` holds
+    the settings and may be edited.
 
     Args:
         engine_dir: A directory that ``eesd-export`` wrote.
@@ -150,7 +150,7 @@ def write_triton_repository(
 
 
 def read_settings(directory: Path) -> Settings:
-    """The settings in the directory of a model's version.
+    """Read the settings in the directory of a model's version.
 
     Raises:
         EESDError: The file is missing or damaged, or has a value that cannot be used.
@@ -173,8 +173,8 @@ def read_settings(directory: Path) -> Settings:
 
 
 def _config(name: str) -> str:
-    """The configuration of a model. Triton does no batching, because the service in the model does;
-    one instance takes all requests."""
+    """Return the configuration of a model. Triton does no batching, because the service in the
+    model does it. One instance takes all requests."""
     inputs = ",\n".join(f"  {{ {_tensor(*tensor)} optional: true }}" for tensor in INPUTS)
     outputs = ",\n".join(f"  {{ {_tensor(*tensor)} }}" for tensor in OUTPUTS)
     return f"""# Written by EESD {eesd.__version__}
