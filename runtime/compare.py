@@ -1,5 +1,5 @@
-"""Run a prompt with and without drafting: the speed-up, and whether tokens and logits are the
-same."""
+"""Run a prompt with and without drafting. The comparison shows the speed-up, and whether the tokens
+and logits are the same."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,8 +14,8 @@ from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
 
 KEPT_BYTES = 1 << 28
-"""Maximum size of the logits that are kept whole for a generation, to measure differences. Further
-logits are kept as hashes."""
+"""Maximum number of bytes of the logits of a generation that are kept whole, so that differences
+can be measured. Of further logits, only hashes are kept."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Divergence:
 
     Attributes:
         index: Index of the token among the new tokens.
-        plain_token, drafting_token: The token at this index without and with drafting; -1 for a
-            generation that has ended before it.
+        plain_token, drafting_token: The token at this index without and with drafting. It is -1 for
+        a generation that ended before this index.
         logit_gap: The verifier's logit of ``plain_token`` minus its logit of ``drafting_token``.
-            Near zero if the logits are equal up to rounding.
+            It is near zero if the logits are equal up to rounding.
     """
 
     index: int
@@ -38,14 +38,15 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """Bit-for-bit comparison of the logits that chose each new token in two generations, as long as
-    their tokens are the same.
+    """A bit-for-bit comparison of two generations. It compares the logits from which each new token
+    was chosen, up to the first token that differs.
 
     Attributes:
         positions: Number of new tokens whose logits were compared.
         differing: Number of positions at which a bit differs.
-        first: Index of the first such position; -1 if there is none.
-        largest: Largest difference of a logit, among the logits that were kept whole.
+        first: Index of the first such position, or -1 if there is none.
+        largest: The largest difference between two logits. Only logits that were kept whole are
+            considered.
     """
 
     positions: int = 0
@@ -54,7 +55,8 @@ class LogitComparison:
     largest: float = 0.0
 
     def __add__(self, other: "LogitComparison") -> "LogitComparison":
-        """The comparison of this generation followed by another, as if they were a single one."""
+        """Return the comparison of this generation and another one as if the second generation
+        continued the first."""
         first = (
             self.first if self.differing or not other.differing else self.positions + other.first
         )
@@ -81,8 +83,8 @@ class LogitRecord:
 
         Args:
             reference: The record to compare with.
-            whole: Whether to keep logits. If not, hashes are kept, which show where bits differ,
-                but not by how much.
+            whole: Whether to keep whole logits. If False, only hashes are kept. They show where
+                bits differ, but not by how much.
         """
         self.tokens: list[int] = []
         self.result = LogitComparison()
@@ -127,15 +129,15 @@ def _hash(row: Logits) -> bytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a prompt without and with drafting.
+    """The results of running a prompt without and with drafting.
 
     Attributes:
         text: The text of plain decoding. It follows the prompt if the prompt is a text.
         plain, drafting: Statistics without and with drafting.
-        divergence: None where the tokens are the same.
+        divergence: The first difference between the tokens, or None if the tokens are the same.
         logits: Comparison of the logits.
-        one_node: Statistics of plain decoding without padding; None unless plain decoding is padded
-            to a round's nodes so that drafting changes no bit.
+        one_node: Statistics of plain decoding without padding. They are None unless plain decoding
+            is padded to a round's nodes, which is done so that drafting does not change any bit.
     """
 
     text: str
@@ -196,8 +198,8 @@ def compare(
 
 
 def _of_one_node(llm: LLM) -> LLM | None:
-    """The same model with plain decoding that is not padded to a round's nodes; None if plain
-    decoding is not padded."""
+    """Return the same model with plain decoding that is not padded to a round's nodes. Return None
+    if plain decoding is not padded anyway."""
     verify = getattr(llm.engines.verify, "of_one_node", lambda: None)()
     if verify is None:
         return None
@@ -209,7 +211,7 @@ def _of_one_node(llm: LLM) -> LLM | None:
 def first_divergence(
     llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]
 ) -> Divergence | None:
-    """Compare two generations token by token. None if they are the same."""
+    """Return the first difference between two generations, or None if their tokens are the same."""
     differing = (i for i, (a, b) in enumerate(zip(plain, drafting, strict=False)) if a != b)
     index = next(differing, None)
     if index is None:

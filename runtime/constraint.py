@@ -1,4 +1,4 @@
-"""Constrained output: the tokens that may follow, according to a grammar of llguidance.
+"""Constrained output. A grammar of llguidance decides which tokens may follow.
 
 A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's
 or GBNF's form (docs/structured-output.md). JSON is written on one line.
@@ -31,10 +31,10 @@ except ModuleNotFoundError as error:
     raise EESDError(f"Constrained output needs {error.name}; {pip_install('serve')}.") from None
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
-"""Limits of one grammar. A lexer state takes 1 to 2 kB. All requests of a batch wait for the mask
-of a token: with up to 5,000 items, a mask takes milliseconds, or a tenth of a second if a text is
-very ambiguous; with 50,000 items it would take seconds. A schema of 490 properties needs over 3,000
-items. Error messages leave out the parser's state, because they go to clients."""
+"""The limits of one grammar. A lexer state takes 1 to 2 kB. All requests of a batch wait for the
+mask of a token. With up to 5,000 items, computing a mask takes milliseconds, or a tenth of a second
+if a text is very ambiguous. With 50,000 items it would take seconds. A schema of 490 properties
+needs over 3,000 items. Error messages leave out the parser's state, because they go to clients."""
 BLOCK = 256
 """Number of tokens that are compared in one step."""
 
@@ -42,9 +42,10 @@ BLOCK = 256
 class GrammarConstraint:
     """A :class:`~eesd.runtime.request.Constraint` that follows a grammar of llguidance.
 
-    One matcher serves the committed tokens and every drafted path: it is rolled back to the prefix
-    that the new tokens share with the tokens that it has read. EOS is allowed where the grammar may
-    end. After the end, and after tokens that the grammar does not allow, only EOS is allowed.
+    One matcher is used for the committed tokens and for every drafted path. Before it reads new
+    tokens, it is rolled back to the prefix that they share with the tokens that it has already
+    read. EOS is allowed where the grammar may end. After the end, and after tokens that the grammar
+    does not allow, only EOS is allowed.
 
     Attributes:
         grammar: The grammar, from which another process can make an equal constraint.
@@ -54,7 +55,7 @@ class GrammarConstraint:
         grammar: A grammar made by llguidance's ``grammar_from``.
         vocabulary: The model's tokens.
         eos: The tokens that end a text.
-        json: Tokens to avoid in JSON; None if only the grammar decides.
+        json: Tokens to avoid in JSON, or None if only the grammar decides.
 
     Raises:
         EESDError: The grammar has a mistake, or exceeds a limit.
@@ -77,7 +78,7 @@ class GrammarConstraint:
         """The tokens that the matcher has read."""
         self._json = json
         self._places = [Place()]
-        """Places in the JSON text: before the first token, and after each token."""
+        """The places in the JSON text before the first token and after each token."""
         if self._matcher.is_error():
             raise EESDError(
                 f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
@@ -86,14 +87,15 @@ class GrammarConstraint:
         self.ignored = frozenset(ignored_by(self._matcher.get_grammar_warnings()))
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """Mask [V] of the tokens that may follow ``tokens``, at least one.
+        """Return a mask [V] of the tokens that may follow ``tokens``. At least one token may
+        follow.
 
         Raises:
             ConstraintError: The grammar exceeds a limit, or nothing can follow.
         """
         if not self._read(tokens):
             return self._only_eos.copy()
-        bits = self._matcher.compute_bitmask()  # may fail because nothing can follow
+        bits = self._matcher.compute_bitmask()  # this may fail because nothing can follow
         self._check()
         mask = np.unpackbits(
             np.frombuffer(bits, np.uint8), count=self._size, bitorder="little"
@@ -106,15 +108,15 @@ class GrammarConstraint:
         return self._json.without(mask, self._places[-1]) if self._json else mask
 
     def _fits(self, token: int) -> bool:
-        """Whether the only token of a mask may follow. (If no token may follow, llguidance's mask
-        still has one.)"""
+        """Return whether the only token of a mask may follow. (If no token may follow, llguidance's
+        mask still contains one token.)"""
         if token in self._eos:
             return self._matcher.is_accepting() or self._matcher.stop_reason() == "EndOfSentence"
         return bool(self._matcher.validate_tokens([token]))
 
     def forced(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that spell the text that must follow. Other tokens may spell
-        the same text; the verifier decides.
+        """Return up to ``most`` tokens that spell the text that must follow. Other tokens may spell
+        the same text, and the verifier decides between them.
 
         Raises:
             ConstraintError: The grammar exceeds a limit.
@@ -131,8 +133,8 @@ class GrammarConstraint:
         return tokens[: self._matcher.validate_tokens(tokens)]
 
     def _read(self, tokens: Sequence[int]) -> bool:
-        """Bring the matcher to the state after ``tokens``; False if the grammar does not allow
-        them."""
+        """Bring the matcher to the state after ``tokens``. Returns False if the grammar does not
+        allow them."""
         given = list(tokens)
         shared = _shared(self._tokens, given)
         if len(self._tokens) > shared:
@@ -147,8 +149,8 @@ class GrammarConstraint:
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
-        """Raise if the matcher has failed. A failed matcher ignores further tokens, and its
-        ``is_stopped()`` is True, as at the end of a text."""
+        """Raise if the matcher has failed. A failed matcher ignores further tokens. Its
+        ``is_stopped()`` is True, as it is at the end of a text."""
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
             raise ConstraintError(
@@ -168,7 +170,7 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 class _Tokens:
-    """The bytes that each token adds to a text, in the form that llguidance requires."""
+    """Gives the bytes that each token adds to a text, in the form that llguidance requires."""
 
     def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
         self.eos_token_id = eos
@@ -206,8 +208,8 @@ _making = Lock()
 
 
 def vocabulary_of(llm: LLM) -> Vocabulary:
-    """The model's tokens in llguidance's form. Made once per model, because this takes a fraction
-    of a second.
+    """Return the model's tokens in llguidance's form. They are computed once per model, because
+    this takes a fraction of a second.
 
     Raises:
         EESDError: The model has no tokenizer, or llguidance cannot use the tokenizer.
@@ -267,8 +269,8 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
 
 
 def with_answer(grammar: str, answer: GrammarConstraint, llm: LLM) -> GrammarConstraint:
-    """The constraint of a grammar in Lark's form, with another constraint's grammar as
-    ``@answer``.
+    """Return the constraint of a grammar in Lark's form, in which ``@answer`` is the grammar of
+    another constraint.
 
     Raises:
         EESDError: The grammar has a mistake, or exceeds a limit.
@@ -304,7 +306,7 @@ def _grammar(kind: str, value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a literal in Lark."""
+    """Return a text as a literal in Lark."""
     return json.dumps(_text("A text of the grammar", text), ensure_ascii=False)
 
 
@@ -317,7 +319,8 @@ def _text(name: str, value: Any) -> str:
 
 
 def _schema(value: Any) -> dict[str, Any] | bool:
-    """A JSON schema. It is written as JSON and parsed again, so that deep nesting is refused."""
+    """Return a JSON schema. The value is written as JSON and parsed again, so that deep nesting is
+    refused."""
     remedy = "give a JSON schema"
     try:
         text = value if isinstance(value, str) else json.dumps(value)

@@ -1,5 +1,5 @@
-"""Run EESD inside a service that already uses TensorRT, on the service's engines, contexts, stream
-and memory.
+"""Run EESD inside a service that already uses TensorRT. EESD then uses the service's engines,
+contexts, stream and memory.
 
 No global state is changed.
 """
@@ -23,36 +23,39 @@ from eesd.runtime.engines.trt_plans import matches_graph
 from eesd.runtime.llm import LLM, Speculation, models_sampling
 
 DEFAULT_STREAMS = (0, 1)
-"""Handles of CUDA's default stream. It cannot be captured, and other streams wait for it."""
+"""The handles of CUDA's default stream. This stream cannot be captured, and other streams wait for
+it."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Resources that a service lends to EESD, and must not use while an EESD call runs.
+    """Resources that a service lends to EESD. The service must not use them while an EESD call
+    runs.
 
     Attributes:
-        verify: The ``ICudaEngine`` of each stage of the verify graph, loaded on the stage's device.
-        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None to decode
-            plainly.
-        make_context: Returns an execution context of an engine, without memory
-            (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this
+        verify: The ``ICudaEngine`` of each stage of the verify graph. Each engine is loaded on the
+            device of its stage.
+        draft: The ``ICudaEngine`` of the draft, which is loaded on the device of the first stage.
+            If it is None, EESD decodes plainly.
+        make_context: A function that returns an execution context of an engine. The context has no
+            memory (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this
             context. EESD calls the function for each node count and number of slots that attention
             reads, while the engine's device is current. For TensorRT-RTX the context must use
             ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
             fallback kernels of a lazy context. All contexts of an engine should share a runtime
-            cache; without it, each compiles the engine's kernels again.
-        stream: The CUDA stream for all work, or a stream for each verify stage; stages on one
-            device share its stream. It must not be the default stream. An int is the
-            ``cudaStream_t`` of another library on the current device.
-        kv_cache: Memory for the KV cache: for each verify stage a tensor [layer caches of the
-            stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
-            ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]; or a
-            function of B that returns such memory for B sequences. The function is called for each
-            session that is opened while others are open;
+            cache. Without a shared cache, each context compiles the engine's kernels again.
+        stream: The CUDA stream for all work, or a list with a stream for each verify stage. Stages
+            on the same device must have the same stream. No stream may be the default stream. An
+            int is the ``cudaStream_t`` of another library on the current device.
+        kv_cache: Memory for the KV cache. It is either a tensor [layer caches of the stage, 2, B,
+            KV, S, D] for each verify stage, or a tensor [2, B, KV, S, D] for each layer cache. The
+            tensors have the engines' element type, S is the manifest's ``gpu_slots``, and B is 1.
+            Instead of the memory, it may be a function of B that returns such memory for B
+            sequences. The function is called for each session that is opened while others are open;
             :class:`~eesd.runtime.batch.service.Service` calls it for the rows, and once with B = 1
-            for prompts. Default: allocate with torch.
-        scratch: Working memory of the execution contexts, at least the largest
-            ``device_memory_size_v2`` of the engines: one tensor, or one tensor for each stage.
+            for prompts. By default, torch allocates the memory.
+        scratch: Working memory of the execution contexts. It is one tensor, or one tensor for each
+            stage, and has at least the largest ``device_memory_size_v2`` of the engines.
             Default: allocate with torch.
     """
 
@@ -93,8 +96,8 @@ def embed(
 
 
 def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
-    """The stream of each verify stage. Raises :class:`EESDError` if their number is wrong, or a
-    stream cannot be used."""
+    """Return the stream of each verify stage. Raises :class:`EESDError` if the number of streams is
+    wrong, or if a stream cannot be used."""
     lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
     if len(lent) != stages:
         raise EESDError(
@@ -131,7 +134,7 @@ def _stream(lent: Any) -> torch.cuda.Stream:
 def open_host_engines(
     manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None
 ) -> Engines:
-    """Open the engines of ``host``. Each verify stage runs in its stream, and the draft in the
+    """Open the engines of ``host``. Each verify stage runs in its stream. The draft runs in the
     stream of the first stage."""
     source = _HostEngines(manifest, host)
     draft = host.draft is not None
@@ -200,4 +203,4 @@ class _HostEngines:
         return context
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Do nothing: saving kernels is left to the host service."""
+        """Do nothing, because the host service is responsible for saving kernels."""

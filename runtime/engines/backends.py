@@ -1,5 +1,4 @@
-"""The backends by name: open a directory's engines with a named backend, or with the best backend
-for this machine."""
+"""Open a directory's engines with a named backend, or with the best backend for this machine."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -26,14 +25,14 @@ from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
-"""Maximum number of threads. A larger number is treated as a typing error, because the engines
-would really start that many threads."""
+"""Maximum number of threads. A larger number is refused, because it is probably a typing error and
+the engines would really start that many threads."""
 ACTIVATIONS = ("int8", "float32")
 """Types of the activations that are multiplied by quantized weights on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-"""Packages of ONNX Runtime, without and with support for NVIDIA GPUs. Both install the same files,
-so only one may be installed."""
+"""The packages of ONNX Runtime. The second one supports NVIDIA GPUs. Both packages install the same
+files, so only one of them may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
 EXPORT_AGAIN = "export the model again"
 NO_GPU = (
@@ -47,18 +46,18 @@ class Engines(NamedTuple):
 
     Attributes:
         verify: The verify engine.
-        draft: The draft engine; None if it was not loaded.
-        notice: A message for the user on how this machine runs the directory; may be empty.
-        exact: True if, by construction, calls give the same bits for every number of rows; None if
-            unknown.
+        draft: The draft engine, or None if it was not loaded.
+        notice: A message that tells the user how this machine runs the directory. It may be empty.
+        exact: True if calls give the same bits for every number of rows by construction, or None if
+            this is unknown.
         exact_trees: Whether a node of a tree has the same bits as the last node of a chain with the
             same path.
         in_place: Whether logits are valid only for nodes whose slot is the same as in a chain.
-        last_positions: The positions after which the verify engine uses another kernel, ascending.
-            A round must end at or before the next of these positions, or tokens would depend on the
-            draft.
-        span: Takes the name of a part of a request, and returns a context manager that marks the
-            part while it runs.
+        last_positions: The positions, in ascending order, after which the verify engine uses
+            another kernel. A round must end at or before the next of these positions. If it did
+            not, tokens would depend on the draft.
+        span: A function that takes the name of a part of a request, and returns a context manager
+            that marks this part while it runs.
     """
 
     verify: Engine
@@ -85,17 +84,18 @@ class EngineOptions:
 
     Attributes:
         backend: A name in :data:`BACKENDS`.
-        threads: CPU threads of an engine; None: :func:`default_threads`, divided among the ranks.
+        threads: Number of CPU threads of an engine. If it is None, :func:`default_threads` are
+            divided among the ranks.
         draft: Whether to load the draft engine.
-        exact: With True, drafting changes no bit of a logit: on a GPU every verify pass has the
-            same node count, and if logits of trees and chains round differently, a tree's accepted
-            path is cut where its bits would differ. With None, passes on a GPU have the same node
-            count if that costs little, and paths are cut only if activations are int8. With False,
-            passes on a GPU have as few nodes as possible; in a batch, the longest row determines
-            the number.
+        exact: If True, drafting does not change any bit of a logit. For this purpose every verify
+            pass on a GPU has the same node count. If the logits of trees and chains are rounded
+            differently, a tree's accepted path is cut where its bits would differ. If None, passes
+            on a GPU have the same node count if that costs little, and paths are cut only if
+            activations are int8. If False, passes on a GPU have the smallest possible number of
+            nodes. In a batch, the longest row determines this number.
         activations: ``int8`` or ``float32``: type of the activations that are multiplied by
-            quantized weights on the CPU. None means int8, in blocks of 32. Weights of 16 and 32
-            bits are always multiplied by float32.
+            quantized weights on the CPU. If it is None, activations are int8, in blocks of 32.
+            Weights of 16 and 32 bits are always multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
             float32.
         nvtx: Whether to mark the phases prefill, draft, verify and accept as NVTX ranges for Nsight
@@ -130,8 +130,8 @@ class EngineOptions:
         return self.threads or max(default_threads() // ranks(), 1)
 
     def refuse_choices(self, backend: str) -> None:
-        """Raise :class:`EESDError` if a type of activations or of the KV cache is chosen, because
-        this backend supports no choice of types."""
+        """Raise :class:`EESDError` if the options choose the type of the activations or of the KV
+        cache. This backend does not support such a choice."""
         for name, chosen in (
             ("activations", "its activations"),
             ("kv_cache_dtype", "the type of its KV cache"),
@@ -179,22 +179,23 @@ def _check_weights(directory: Path, manifest: Manifest) -> None:
 
 
 def default_threads() -> int:
-    """The number of processors of this process, minus 1 if there are more than four: one processor
-    is left for the host's code."""
+    """Return the number of processors that this process may use. If there are more than four, the
+    result is one fewer, so that a processor is left for the host's code."""
     available = cores()
     return available if available <= 4 else available - 1
 
 
 def onnxruntime_versions() -> dict[str, str]:
-    """The installed packages of ONNX Runtime and their versions. Packages with other names, such as
-    custom builds, are not found."""
+    """Return the installed packages of ONNX Runtime and their versions. Packages with other names,
+    such as custom builds, are not found."""
     return {
         package: version for package in ORT_PACKAGES if (version := installed(package)) is not None
     }
 
 
 def onnxruntime_problem() -> str:
-    """The reason why ONNX Runtime cannot be used, with the remedy; "" if it can be used."""
+    """Return the reason why ONNX Runtime cannot be used, together with the remedy. The result is ""
+    if it can be used."""
     versions = onnxruntime_versions()
     if len(versions) > 1:
         names = " and ".join(f"{package} {version}" for package, version in versions.items())
@@ -277,8 +278,8 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     )
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
-    # The order of each sum is fixed, whatever else a call computes. So bits are equal by
-    # construction, even in trees.
+    # The order of the terms of each sum does not depend on what else a call computes. So bits are
+    # equal by construction, even in trees.
     return Engines(verify, drafter, exact=True, exact_trees=True)
 
 
@@ -316,5 +317,5 @@ BACKENDS: dict[str, Callable[[Path, Manifest, EngineOptions], Engines]] = {
     "ort": _open_ort,
     "torch": _open_torch,
 }
-"""Functions that open engines, by the name that ``--backend`` takes. A backend's libraries are
-imported only when it is opened."""
+"""The functions that open engines. The keys are the names that ``--backend`` accepts. A backend's
+libraries are imported only when the backend is opened."""

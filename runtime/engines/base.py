@@ -12,22 +12,23 @@ from eesd.common.manifest import Manifest
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
-"""Function that runs on the device after a call. It maps the logits [n, V] to the values for the
+"""A function that runs on the device after a call. It maps the logits [n, V] to the values for the
 host [n, ...] in float64, or to None. Both tensors are on the device."""
 Values = NDArray[Any]
-"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in the backend's order of layers.
-16-bit values are represented by their bits."""
+"""The keys and values of n tokens in host memory. The array is [L+E, 2, KV, n, D], and the order of
+layers is the backend's. 16-bit values are represented by their bits."""
 
 
 class StepOutputs:
-    """Results of a call of n nodes. They are views that the next call of the same engine may
+    """The results of a call of n nodes. They are views that the next call of the same engine may
     overwrite.
 
     Attributes:
-        topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
-        chosen: Result of the call's :data:`Choose`, [n, ...], if there was one.
-        levels: Number of levels that a draft call ran. If there are several, row i belongs to level
-            i.
+        topk_ids, topk_logprobs: The ids and log-probabilities [n, K] of the K most likely tokens of
+        each node. Only a draft engine returns them.
+        chosen: The result [n, ...] of the call's :data:`Choose` function, if the call had one.
+        levels: Number of levels that a draft call ran. If there are several levels, row i belongs
+            to level i.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class StepOutputs:
         *,
         levels: int = 1,
     ) -> None:
-        """``logits`` is [n, V] float32, or a function that fetches them when they are first used; a
-        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n],
-        because the logits have many more bytes to fetch."""
+        """``logits`` is [n, V] float32, or a function that fetches them when they are first used. A
+        greedy round does not need the logits: a verify engine on a device also returns
+        ``argmax_ids`` [n], which have far fewer bytes to fetch."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -73,8 +74,8 @@ class StepOutputs:
 
 
 def most_likely(logits: Logits) -> int:
-    """The most likely token by logits [V]; among equally likely tokens, the token with the lowest
-    id.
+    """Return the most likely token according to the logits [V]. If several tokens are equally
+    likely, it is the token with the lowest id.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -85,8 +86,8 @@ def most_likely(logits: Logits) -> int:
 
 
 def check_largest(logit: float) -> None:
-    """Raise :class:`EESDError` if a row's largest logit is NaN, or infinitely large: no token may
-    be chosen from that row."""
+    """Raise :class:`EESDError` if a row's largest logit is NaN or infinitely large, because no
+    token may be chosen from such a row."""
     if not logit < inf:
         raise EESDError(
             "The model's logits are no finite numbers, so no token can be chosen; check its "
@@ -96,8 +97,8 @@ def check_largest(logit: float) -> None:
 
 
 class KVCache(Protocol):
-    """The KV cache of one sequence, [L+E, 2, KV, S, D], which both engines read and write in place,
-    in any kind of memory."""
+    """The KV cache [L+E, 2, KV, S, D] of one sequence. Both engines read and write it in place. It
+    may be in any kind of memory."""
 
     @property
     def slot_bytes(self) -> int:
@@ -105,8 +106,8 @@ class KVCache(Protocol):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the cache takes regardless of the text's length; 0 if its size follows the
-        text."""
+        """Number of bytes that the cache takes regardless of the text's length. It is 0 if the
+        cache grows with the text."""
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this number of slots. Raises :class:`EESDError` if the limit is
@@ -120,39 +121,42 @@ class KVCache(Protocol):
         ``start + 1``, ..."""
 
     def clear(self, start: int, stop: int | None = None) -> None:
-        """Make the slots from ``start`` to ``stop - 1`` (None: to the last slot) harmless. Some
-        engines multiply a masked slot by 0, and 0 x NaN is NaN."""
+        """Make the slots from ``start`` to ``stop - 1`` harmless. If ``stop`` is None, these are
+        all slots from ``start`` on. Some engines multiply a masked slot by 0, and 0 x NaN is
+        NaN."""
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
+        """Return a copy of one layer's keys and values, each [1, KV, S, D], in host memory."""
 
     def values(self, start: int, stop: int) -> Values:
         """Keys and values of all layers in the slots from ``start`` to ``stop - 1``. The result may
         be a view of the memory."""
 
     def fill(self, start: int, values: Values) -> None:
-        """Write the result of :meth:`values` of a similar cache to the slots from ``start`` on, for
-        which there is room."""
+        """Write keys and values, which :meth:`values` of a similar cache returned, to the slots
+        from ``start`` on. There must be room for them."""
 
 
 class Call(NamedTuple):
-    """n tokens of one sequence, for an engine to run. Their keys and values go to the slots
+    """A call runs n tokens of one sequence. Their keys and values go to the slots
     ``slot`` to ``slot + n - 1``.
 
     Attributes:
-        kv_cache: The cache of the sequence, with room for the tokens.
-        tokens: Ids [n] of a round's tokens or, if ``logits`` is False, of a prompt piece, at most
-            :attr:`Engine.prefill_chunk`.
+        kv_cache: The cache of the sequence. It has room for the tokens.
+        tokens: The ids [n] of a round's tokens. If ``logits`` is False, they may be a piece of the
+            prompt, which has at most :attr:`Engine.prefill_chunk` tokens.
         positions: Positions in the text [n], for the rotary embedding.
         slot: Slot of the first token.
         context_len: With a ``tree_mask``, every token sees all slots below this slot.
         tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
-            token also sees. None if the tokens are a chain: each sees every slot up to its own.
+            token also sees. It is None if the tokens are a chain, in which each token sees every
+            slot up to its own.
         logits: Whether the tokens get logits; tokens of a prompt need no logits.
-        choose: Chooses tokens on the device; only for engines whose :attr:`Engine.chooses` is True.
-        levels: For a draft engine: maximum number of levels to draft after a single token, each
-            after the most likely token of the previous level. An engine may draft fewer levels, but
-            at least one. A call for several levels returns no logits.
+        choose: A function that chooses tokens on the device. It may be set only if the engine's
+            :attr:`Engine.chooses` is True.
+        levels: Maximum number of levels that a draft engine drafts after a single token. Each level
+            follows the most likely token of the previous level. The engine may draft fewer levels,
+            but it drafts at least one. A call for several levels returns no logits.
     """
 
     kv_cache: KVCache
@@ -189,12 +193,12 @@ class Engine(Protocol):
 
     @property
     def chooses(self) -> bool:
-        """Whether logits are on a device on which it pays to choose tokens with :attr:`Call.choose`
-        instead of copying the logits."""
+        """Whether the logits are on a device on which choosing tokens with :attr:`Call.choose` is
+        faster than copying the logits."""
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
-        """The caches of ``count`` sequences, for calls of this directory's engines that may run
-        them together.
+        """Return the caches of ``count`` sequences. Calls of this directory's engines may run these
+        sequences together.
 
         Raises:
             EESDError: The engine cannot run this number of sequences together.
@@ -202,12 +206,13 @@ class Engine(Protocol):
 
     def prepare(self, kv_caches: "Sequence[KVCache]") -> None:
         """Prepare calls over the caches that one call of :meth:`new_kv_caches` returned, so that no
-        round waits for it. The caches' contents are kept."""
+        round has to wait for the preparation. The contents of the caches do not change."""
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of different sequences, in one pass if the backend can. Every token gets the
-        same bits as when it runs alone; on a GPU without ``exact``, the bits depend on the number
-        of nodes and slots that the longest sequence needs.
+        """Run calls of different sequences. If the backend can, it runs them in one pass. Every
+        token gets the same bits as when its sequence runs alone. The exception is a GPU without
+        ``exact``, on which the bits depend on the number of nodes and slots that the longest
+        sequence needs.
 
         Returns:
             The outputs of each call, which are empty for a call without logits.
@@ -218,4 +223,4 @@ class Engine(Protocol):
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))
-"""Outputs of a call without logits."""
+"""The outputs of a call without logits."""
