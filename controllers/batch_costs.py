@@ -1,4 +1,4 @@
-"""Costs of engine calls over several sequences, estimated while they run."""
+"""Estimate the costs of engine calls over several sequences while the calls run."""
 
 from typing import Any
 
@@ -8,31 +8,32 @@ from numpy.typing import NDArray
 from eesd.controllers.value import is_due
 
 SLOTS = 1024.0
-"""Unit of slots, so that all features have about the same size."""
+"""Slots are counted in this unit, so that all features have about the same size."""
 FORGETTING = 0.98
-"""Decay factor of a sample's weight in the line, per later sample."""
+"""In the fit of the line, each later sample multiplies a sample's weight by this factor."""
 PRIOR_WEIGHT = 1e-3
 """Ridge penalty on changes of the line, because the observed calls may not determine each of its
 terms."""
 CLIP = 0.3
-"""A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
+"""A sample that is off by more than this share counts as if it were off by this share, so that
+stalls of the machine hardly count."""
 PACE = 1 / 3
 SHAPE = 0.1
-"""A sample's relative deviation, to the power ``PACE``, changes the pace. At most a deviation of
-``SHAPE`` is attributed to the call's size, because changes of pace affect calls of all sizes
-alike."""
+"""A sample's relative deviation is raised to the power ``PACE`` and changes the pace. A deviation
+of at most ``SHAPE`` is attributed to the call's size, because changes of pace affect calls of all
+sizes alike."""
 LEAST = 1e-9
 """Minimum of each term of the line, in seconds."""
 FIRST = 24
 """Number of initial samples, which define a pace of 1."""
 LINE_WEIGHT = 0.5
 MOST_SAMPLES = 30.0
-"""Weight of the line, and maximum weight of the samples with the same number of nodes, in
-samples."""
+"""The weight of the line, and the maximum weight of the samples with the same number of nodes. Both
+are counted in samples."""
 
 
 class BatchCosts:
-    """Seconds of a call over B rows with S slots each, and N nodes in all.
+    """Estimates the seconds of a call over B rows with S slots each, and N nodes in all.
 
     The estimate is the pace of the machine times a line through all calls, a + b N + c B S + d N S.
     Its terms are for reading the weights, computing nodes, reading caches, and attention. Kernels
@@ -43,10 +44,10 @@ class BatchCosts:
     def __init__(self) -> None:
         self._line = np.zeros(4)
         self._moments = np.zeros((5, 5))
-        """Moments of [the features divided by the seconds, 1]. Relative errors count, because with
-        absolute errors the largest calls would dominate."""
+        """The moments of [the features divided by the seconds, 1]. The fit minimises relative
+        errors, because with absolute errors the largest calls would dominate."""
         self._seen: dict[int, tuple[float, NDArray[np.float64]]] = {}
-        """By N: the weight of the samples, and the means of their features and seconds [5], at a
+        """The weight of the samples of each N, and the means of their features and seconds [5] at a
         pace of 1."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
         """The values of N that have factors, and the factors."""
@@ -75,7 +76,8 @@ class BatchCosts:
         """Compute the line, and the factor of each observed N."""
         known = self._moments[:4, :4]
         wanted = self._moments[:4, 4]
-        # A few fast calls leave the matrix singular to working precision: solve() would raise.
+        # After only a few fast calls the matrix is singular to working precision, and solve() would
+        # raise an exception.
         change, *_ = np.linalg.lstsq(
             known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line, rcond=None
         )
@@ -93,8 +95,8 @@ class BatchCosts:
     def curve(
         self, rows: NDArray[np.int64], nodes: NDArray[np.int64], slots: float
     ) -> NDArray[np.float64]:
-        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. No call
-        costs more than a larger call, because disturbances only ever add time."""
+        """Return the expected times [n] of calls over ``rows`` rows, which have ``nodes`` nodes in
+        all. No call costs more than a larger call, because disturbances only ever add time."""
         return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
     def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:

@@ -1,5 +1,6 @@
-"""The map from the draft's confidence to the chance of acceptance, learned while decoding, and the
-default controller, which drafts while the next token is worth its time (docs/controllers.md).
+"""This module learns, while decoding, how the draft's confidence maps to the chance of acceptance.
+It also has the default controller, which drafts while the next token is worth its time
+(docs/controllers.md).
 
 A *score* z is a fixed weighted sum of a token's features. Offline it predicts the acceptance
 sigma(z). Online a Gaussian posterior over (shift a, slope s, request offset b) recalibrates it:
@@ -18,17 +19,18 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.value import RoundValue
 
 CERTAIN = 0.9999
-"""Upper bound of all chances: a parent must stay likelier than its child."""
+"""Upper bound of all chances. It is below 1 because a parent must stay likelier than its child."""
 STEP = 0.2
 NODE = 0.03
 RATE = 1.3
-"""Constants: the costs of a draft step and of a verified node, in plain steps, and the rate, in
-tokens per plain step."""
+"""The constant costs of a draft step and of a verified node (in plain steps), and the constant rate
+(in tokens per plain step)."""
 
 
 def features(step: DraftStep) -> tuple[float, ...]:
-    """Features [5] of a draft step, all bounded: 1, log(1 + margin), log-odds of the token, depth /
-    6, and 1 for a round's first token."""
+    """Return the features [5] of a draft step. They are 1, log(1 + margin), the log-odds of the
+    token, depth / 6, and 1 if the token is the first of its round (or 0 if not). All features are
+    bounded."""
     p = step.probability
     margin = step.margin
     depth = step.depth
@@ -51,13 +53,14 @@ def sigmoid(z: float) -> float:
 
 
 class Calibrator:
-    """Posterior over (a, s, b) for one score.
+    """The posterior over (a, s, b) for one score.
 
-    Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
-    gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
+    It is updated by assumed-density filtering. Each label is a logistic likelihood, and one Newton
+    step (online Laplace) gives the next Gaussian. Between rounds the variances of a, s and b grow,
+    up to the prior's.
 
-    With ``shared``, a and s belong to another calibrator, and this one updates them. ``b`` is then
-    treated as independent of a and s.
+    If ``shared`` is given, a and s belong to that calibrator, and this calibrator updates them.
+    ``b`` is then treated as independent of a and s.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Calibrator:
         self._model = [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
         if shared is not None:
             self._model = shared._model
-        """Means of a and s, and their covariances aa, as and ss."""
+        """The means of a and s, and their covariances aa, as and ss."""
         self.begin_request()
 
     @property
@@ -124,8 +127,8 @@ class Calibrator:
             self._offset[1:3] = 0.0, 0.0
 
     def advance(self) -> None:
-        """Let a, s and b drift: one round has passed. With ``shared`` only b drifts here, because a
-        and s belong to the other calibrator."""
+        """Let a, s and b drift because one round has passed. If ``shared`` was given, only b drifts
+        here, because a and s belong to the other calibrator."""
         model = self._model
         offset = self._offset
         prior = self._prior
@@ -135,8 +138,8 @@ class Calibrator:
         offset[3] = min(offset[3] + prior.wander**2, prior.request**2)
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
-        """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b
-        takes its mean given ``a`` and ``s``.
+        """Draw the intercept a + b and the slope s from the posterior with two standard normal
+        numbers. b is set to its mean given ``a`` and ``s``.
 
         Exploring ``a`` and ``s`` pays because they persist. The offset ``b`` is lost when the
         request ends, so it is not explored.
@@ -168,7 +171,8 @@ class CalibratedDraft(Controller):
     def __init__(
         self, accept: Calibrator, following: Calibrator, random: Callable[[], Sequence[float]]
     ) -> None:
-        """``random`` returns four standard normal numbers, for the draws of a round."""
+        """``random`` is a function that returns four standard normal numbers for the draws of a
+        round."""
         self.accept = accept
         self.following = following
         self._random = random
@@ -211,9 +215,9 @@ class CalibratedDraft(Controller):
         return labels
 
     def expected_tokens(self, depth: int) -> float | None:
-        """1 plus the sum, over the verified tokens, of the chance that the token and all tokens
-        before it are accepted."""
-        if len(self._scores) < depth:  # at the end of a text the last level is missing
+        """Return the expected number of committed tokens. This is 1 plus a sum over the verified
+        tokens. The term of a token is the chance that it and all tokens before it are accepted."""
+        if len(self._scores) < depth:  # at the end of a text the last level has no score
             return None
         shift, slope = self.accept.draw((0.0, 0.0))
         tokens = survival = 1.0
@@ -227,13 +231,13 @@ class CostAwareTS(CalibratedDraft):
     """After k draft tokens, continue if and only if j more are worth their time for some j <=
     ``HORIZON``: S (m + ... + m^j) >= lambda * their seconds.
 
-    S is the chance that all k are accepted, and m the chance that the next one would be, both from
-    posteriors of :class:`Calibrator` (one draw from each per round). ``value`` measures the
-    seconds, by draft steps and by nodes of the verify pass, and lambda, the recent rate in tokens
-    per second.
+    S is the chance that all k tokens are accepted, and m is the chance that the next token would be
+    accepted. Both come from posteriors of :class:`Calibrator` (one draw from each per round).
+    ``value`` measures the seconds of draft steps and of the nodes of the verify pass. It also
+    measures lambda, which is the recent rate in tokens per second.
 
-    The first two rounds are a plain round and a round with a single drafted token, to measure both
-    costs; then the rule decides.
+    The first two rounds are a plain round and a round with a single drafted token, so that both
+    costs are measured. Then the rule decides.
     """
 
     steps_at_once: ClassVar = 2
@@ -251,7 +255,7 @@ class CostAwareTS(CalibratedDraft):
         super().begin_round(width)
         self._width = width
         self._fixed = None if self.value.draft.table else int(bool(self.value.verify.table))
-        # Decide step by step: every label teaches the calibration.
+        # Decide step by step, because the calibration learns from every label.
         return 0 if self._fixed == 0 else None
 
     def keep_drafting(self, step: DraftStep) -> bool:
@@ -284,4 +288,5 @@ class RejectionTS(CostAwareTS):
         super().__init__(seed, prior, value)
 
     def begin_request(self) -> None:
-        """Do nothing: the controller serves one request, which may later be alone in a batch."""
+        """Do nothing, because the controller serves one request. This request may later be alone in
+        a batch."""

@@ -1,8 +1,8 @@
-"""The draft length of a batch: the value of one more node per row, weighed against its cost to the
-batch.
+"""Choose the draft length of a batch. The rule weighs the value of one more node per row against
+its cost to the batch.
 
 With few rows a node costs little, because reading the weights dominates. With many rows each node
-costs its full computation, so that little is drafted. docs/controllers.md derives the rule.
+costs its full computation, so little is drafted. docs/controllers.md derives the rule.
 """
 
 from collections import Counter
@@ -22,54 +22,60 @@ from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
 FIRST_RIGHT = 2.0
 FIRST_LABELS = 4.0
-"""Pseudo-counts of first drafted tokens: number of right tokens, and total number."""
+"""The initial pseudo-counts of first drafted tokens. The first number counts the right tokens, and
+the second number counts all tokens."""
 MEMORY = 256.0
 """Number of recent labels that determine the acceptance of first tokens."""
 FADING = 0.998
 FADED = 16.0
-"""Share of the labels that remains after a round without a draft, and the minimum number of labels.
-Fewer labels mean more doubt, so that a draft is tried now and then."""
+"""The share of the labels that remains after a round without a draft, and the minimum number of
+labels. When there are fewer labels, the estimate is less certain, so a draft is tried now and
+then."""
 RATE_DISCOUNT = 0.98
-"""Decay factor of a round's weight in the rate, per later round."""
+"""In the rate, each later round multiplies a round's weight by this factor."""
 LEAST_VALUE = 0.1
-"""Minimum chance that a token from the text, and all tokens before it, are right; less likely
-tokens are not proposed to the batch."""
+"""A token from the text is proposed to the batch only if the chance that it and all tokens before
+it are right is at least this large."""
 DEAREST = 0.8
-"""Node price at which nothing is drafted: even a certain token would not repay the host's time."""
+"""If a node costs this price (in tokens), nothing is drafted, because even a token that is certain
+to be accepted would not repay the host's time."""
 LONGEST_COPY = 16
-"""Maximum number of tokens of the text in one round."""
+"""Maximum number of tokens that the text proposes in one round."""
 MOST_LEVELS = 32
-"""Number of levels with separate prices; further levels have the last price."""
+"""Number of levels that have separate prices. Further levels have the last price."""
 
 Size = Callable[[int, int], tuple[int, int]]
-"""Maps a call's number of rows, and number of nodes per row, to the numbers of rows and nodes that
-the engine computes, padding included."""
+"""A function that takes a call's number of rows and its number of nodes per row. It returns the
+numbers of rows and nodes that the engine computes, padding included."""
 
 
 class LoadRule:
-    """Estimates that all rows share: call costs, acceptance, and the rate, in tokens per second,
-    for each number of rows.
+    """The estimates that all rows of a batch share. They are the costs of calls, the acceptance,
+    and the rate (in tokens per second) for each number of rows.
 
     Attributes:
-        draft, verify: Costs of calls, including the host's work for them. The batch adds samples.
-        draft_size, verify_size: Sizes of calls after padding. Set when the batch is made.
-        padded: Whether a verify pass pads all rows to the longest. If so, all rows verify the same
-            number of levels; if not, each row may verify a different number of nodes. Set with the
-            sizes.
+        draft, verify: Costs of the calls of each engine, including the host's work for them. The
+        batch adds samples.
+        draft_size, verify_size: Functions that return the sizes of calls after padding. They are
+        set when the batch is made.
+        padded: Whether a verify pass pads all rows to the longest row. If True, all rows verify the
+            same number of levels. If False, each row may verify a different number of nodes. It is
+            set together with the sizes.
         accept, following: The calibrations of drafts.
         text: The calibration of the texts' proposals.
-        normals: Random numbers of this round, the same for all rows: separate numbers for many rows
-            would cancel out and explore nothing. Set by :meth:`begin_round`.
-        first: Chance that the first token of a row's draft is right, drawn for this round. It
-            varies more if there were few recent drafts. Set by :meth:`begin_round`.
-        rate: Value of a second, in tokens: the recent rate of all rows, at least the plain rate;
-            waiting requests count as rows. 0 with fixed levels. Set by :meth:`begin_round`.
+        normals: The random numbers of this round. All rows use the same numbers, because separate
+            numbers for many rows would cancel out and explore nothing. Set by :meth:`begin_round`.
+        first: The chance that the first token of a row's draft is right. It is drawn at random for
+            each round. It varies more if there were few recent drafts. Set by :meth:`begin_round`.
+        rate: The value of a second, in tokens. It is the recent rate of all rows, but at least the
+            rate of plain decoding. Waiting requests count as rows. It is 0 if the number of levels
+            is fixed. Set by :meth:`begin_round`.
         can_pay: Whether any draft may be worth its time in this round. Set by :meth:`begin_round`.
     """
 
     def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
-        """Begin with the prior of the exit head. With ``fixed``, each round drafts this number of
-        levels."""
+        """The calibrations begin with the prior of the exit head. If ``fixed`` is given, each round
+        drafts this number of levels."""
         self._fixed = fixed
         self.prior = prior = prior or CalibrationPrior()
         self.draft = BatchCosts()
@@ -84,15 +90,16 @@ class LoadRule:
         self._right = FIRST_RIGHT
         self._judged = FIRST_LABELS
         self._lately: dict[int, tuple[float, float, float]] = {}
-        """Tokens, seconds and number of recent rounds, by number of rows."""
+        """The tokens, the seconds and the number of recent rounds, for each number of rows."""
         self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-        """Results of :meth:`_curves` since the costs were last computed, by number of rows."""
+        """The results of :meth:`_curves` for each number of rows. They are kept until the costs are
+        computed again."""
         self.rows = 1
         self._rounds = 0
         self.first = FIRST_RIGHT / FIRST_LABELS
 
     def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
-        """Begin a round: the calibrations drift, and random numbers are drawn.
+        """Begin a round. This lets the calibrations drift, and draws random numbers.
 
         Args:
             rows: Number of rows.
@@ -125,7 +132,7 @@ class LoadRule:
         self._right = self._right * (1 - 1 / MEMORY) + right
 
     def observe(self, drafted: bool, tokens: int, seconds: float) -> None:
-        """Add the tokens and seconds of a round, and whether any row drafted."""
+        """Record the tokens and seconds of a round, and whether any row drafted."""
         if not drafted and self._judged > FADED:
             self._judged *= FADING
             self._right *= FADING
@@ -140,15 +147,17 @@ class LoadRule:
     def goes_on(
         self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
     ) -> int:
-        """Number of rows that draft one more level: the number with the largest gain minus price,
-        up to ``HORIZON`` levels ahead. If rows are padded, either all rows draft or none does.
+        """Return the number of rows that draft one more level. It is the number for which gain
+        minus price is largest, looking up to ``HORIZON`` levels ahead. If rows are padded, either
+        all rows draft or no row drafts.
 
         Args:
-            reaches: Two chances of each row that would draft on, the likeliest row first: that all
-                its drafted tokens are accepted, and that the next one is.
+            reaches: Two chances for each row that could draft another level. The first is the
+                chance that all its drafted tokens are accepted, and the second is the chance that
+                the next token is then accepted. The likeliest row is first.
             depth: Levels drafted so far.
-            values: For each row of the batch, chances of the tokens that it drafted or took from
-                its text.
+            values: The chances of the tokens that each row of the batch drafted or took from its
+                text.
         """
         if self._fixed is not None:
             return len(reaches) if depth < self._fixed else 0
@@ -170,11 +179,11 @@ class LoadRule:
         return int(counts[most.argmax()]) if most.max() >= 0 else 0
 
     def copied(self, values: Sequence[float], drafts: bool) -> int:
-        """Number of tokens that a row takes from its text: all that are likely enough, or 0 if the
-        expected draft is worth at least as much.
+        """Return the number of tokens that a row takes from its text. The row takes all tokens that
+        are likely enough, but none if the expected draft is worth at least as much.
 
         Args:
-            values: For each token, the chance that it and all tokens before it are right.
+            values: The chance, for each token, that this token and all tokens before it are right.
             drafts: Whether the row could draft instead.
         """
         likely = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
@@ -182,8 +191,8 @@ class LoadRule:
         return len(likely) * (sum(likely) > draft)
 
     def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
-        """Number of levels that each row verifies, so that the batch verifies its most valuable
-        nodes. ``values`` are the chances of each row's nodes."""
+        """Return the number of levels that each row verifies. The numbers are chosen so that the
+        batch verifies its most valuable nodes. ``values`` are the chances of each row's nodes."""
         if self._fixed is not None:
             return [min(len(row), self._fixed) for row in values]
         if self.padded:
@@ -198,18 +207,19 @@ class LoadRule:
         return [chosen[row] for row in range(len(values))]
 
     def price(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One row's share of the price, in tokens, if each row verifies ``nodes`` nodes."""
+        """Return one row's share of the price (in tokens) if each row verifies ``nodes`` nodes."""
         prices: NDArray[np.float64] = self._price(nodes if self.padded else nodes * self.rows)
         return prices / self.rows
 
     def _price(self, count: Any) -> Any:
-        """Prices, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all rows
-        together."""
+        """Return the prices (in tokens) of ``count`` levels if rows are padded, or of ``count``
+        nodes of all rows together if they are not."""
         return self._prices[np.minimum(count, len(self._prices) - 1)]
 
     def _curves(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds of a verify pass with 0, 1, 2, ... levels (padded rows) or nodes of all rows
-        together; and seconds of a draft step of 1, 2, ... rows."""
+        """Return the seconds of a verify pass and of a draft step. The verify pass has 0, 1, 2, ...
+        levels if rows are padded, and 0, 1, 2, ... nodes of all rows together if not. The draft
+        step has 1, 2, ... rows."""
         if self.padded:
             sizes = [self.verify_size(self.rows, 1 + levels) for levels in range(1 + MOST_LEVELS)]
         else:
@@ -224,7 +234,8 @@ class LoadRule:
         )
 
     def round_seconds(self, rows: int, slots: float) -> float:
-        """Mean seconds of recent rounds of ``rows`` rows, drafts included."""
+        """Return the mean duration in seconds, drafts included, of recent rounds of ``rows``
+        rows."""
         _, seconds, rounds = self._lately.get(rows) or (
             0.0,
             self.verify.seconds(*self.verify_size(rows, 1), slots),
@@ -237,8 +248,8 @@ class RowController(CalibratedDraft):
     """Estimates the chances of one row's draft. The batch decides how far to draft.
 
     Attributes:
-        path_chances: For each drafted level, the chance that it and all levels before it are
-            accepted. Set by each draft step.
+        path_chances: The chance, for each drafted level, that this level and all levels before it
+            are accepted. Set by each draft step.
     """
 
     def __init__(self, rule: LoadRule) -> None:
@@ -257,7 +268,7 @@ class RowController(CalibratedDraft):
 
     @property
     def chance(self) -> float:
-        """Chance that all drafted tokens and the next one are accepted."""
+        """The chance that all drafted tokens and the next token are accepted."""
         return self.reach * self.next
 
     def keep_drafting(self, step: DraftStep) -> bool:

@@ -1,4 +1,4 @@
-"""When to verify tokens that the text proposes, instead of drafting or decoding plainly
+"""Decide when to verify tokens that the text proposes, instead of drafting or decoding plainly
 (docs/controllers.md)."""
 
 from collections.abc import Sequence
@@ -18,34 +18,35 @@ if TYPE_CHECKING:
     from eesd.controllers.load_rule import LoadRule
 
 PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wander=0.05)
-"""Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
+"""The prior was fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
 LONGEST_MATCH = 32
 MOST_TIMES = 8
-"""Bounds of the features: larger values say nothing more about the next token."""
+"""The bounds of the features. Larger values say nothing more about the next token."""
 DOUBT = 1.0
 """Number of standard deviations by which chances are lowered. Rounds label the text's proposal even
 if it was not verified, so waiting for labels costs nothing."""
 FIRST_DRAFTS = 4
 """Number of drafting rounds before the text's proposals are compared with them."""
 DISCOUNT = 0.99
-"""Decay factor of a drafting round's weight in the worth of drafting, per later drafting round."""
+"""In the worth of drafting, each later drafting round multiplies a drafting round's weight by this
+factor."""
 SLOPE_PRIOR = 4.0
-"""Ridge penalty, in squared tokens, on the slope of drafting's worth as a function of the text's
-worth."""
+"""Ridge penalty (in squared tokens) on the slope of the line that gives the worth of drafting from
+the worth of the text's proposal."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
-"""Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU;
-allowing all sizes would gain only 0.4 %."""
+"""The numbers of tokens that may be verified. An engine prepares each size once, which takes time
+on a CPU. Allowing all sizes would gain only 0.4 %."""
 FIRST_NODES = 4
-"""Maximum number of nodes of a pass before any pass is measured; later it is twice the largest
-measured number. Costs beyond it are a guess."""
+"""Maximum number of nodes of a pass before any pass is measured. Later the maximum is twice the
+largest measured number, because the costs of larger passes are only a guess."""
 SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
-"""Numbers of nodes in a pass with a draft. All small numbers are allowed, because engines prepare
-calls of these sizes for drafts anyway."""
+"""The numbers of nodes that a pass with a draft may have. All small numbers are allowed, because
+engines prepare calls of these sizes for drafts anyway."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
-    """Features [5] of a proposed token, all bounded: 1, log length, log times, log share of the
-    continuations, and 0 (not used)."""
+    """Return the features [5] of a proposed token. They are 1, log length, log times, log share of
+    the continuations, and 0 (not used). All features are bounded."""
     length = min(step.length, LONGEST_MATCH)
     times = min(step.times, MOST_TIMES)
     return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), 0.0)
@@ -54,14 +55,16 @@ def text_features(step: TextStep) -> tuple[float, ...]:
 def combined(
     chances: Sequence[float], index: int | None, chance: float
 ) -> tuple[list[float], float]:
-    """Chances of a node's children if both draft and text propose children.
+    """Return the chances of a node's children if both the draft and the text propose children.
 
-    Both count as independent witnesses of the verifier's token, so their distributions are
-    multiplied. A token that only the text proposes has the draft's remaining probability.
+    The draft and the text are treated as independent evidence of the verifier's token, so their
+    distributions are multiplied. A token that only the text proposes has the draft's remaining
+    probability.
 
     Args:
         chances: Chances of the draft's candidates.
-        index: Index of the candidate that the text proposes; None if it proposes another token.
+        index: Index of the candidate that the text proposes, or None if the text proposes another
+            token.
         chance: Chance that the text is right.
 
     Returns:
@@ -77,33 +80,34 @@ def combined(
 
 
 class DraftingWorth:
-    """The worth of a round that drafts, as a linear function of the worth of the text's proposal.
+    """Estimates the worth of a round that drafts as a linear function of the worth of the text's
+    proposal.
 
-    If the text's proposal is good, drafting does well, too: the tokens are easy, and the text
-    extends the draft. So the mean over all drafting rounds would overrate drafting in rounds
+    If the text's proposal is good, drafting does well, too, because the tokens are easy and the
+    text extends the draft. So the mean over all drafting rounds would overrate drafting in rounds
     without a proposal.
     """
 
     def __init__(self) -> None:
         self.sums = [0.0] * 7
-        """Discounted sums of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds,
-        where w is the text's worth."""
+        """The discounted sums of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the
+        rounds. Here w is the worth of the text's proposal."""
 
     @property
     def rounds(self) -> float:
-        """Discounted number of rounds that drafted."""
+        """The discounted number of rounds that drafted."""
         return self.sums[0]
 
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
-        """Add a drafting round: the worth of the text's proposal, and the round's tokens and
+        """Record a drafting round with the worth of the text's proposal, and the round's tokens and
         seconds."""
         w = text_worth
         new = (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds)
         self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
 
     def expected(self, text_worth: float, rate: float) -> float:
-        """Expected tokens of a drafting round minus ``rate`` times its seconds, at this worth of
-        the text's proposal."""
+        """Return the expected tokens of a drafting round minus ``rate`` times its seconds, if the
+        text's proposal has this worth."""
         rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
         mean = w / rounds
         gained = (tokens - rate * seconds) / rounds
@@ -112,13 +116,13 @@ class DraftingWorth:
 
 
 class TextRule:
-    """Chooses the number of the text's tokens that one sequence verifies.
+    """Chooses how many of the text's tokens a sequence verifies.
 
     In every round the committed tokens show whether the text's proposal was right, even if it was
-    not verified, so chances need no exploration. The worth of a round is its expected tokens minus
-    lambda times its seconds, both from ``value``. The worth of drafting is learned from the rounds
-    that drafted. A row of a batch uses ``load`` instead, and shares the calibration with the other
-    rows.
+    not verified. So the rule does not need to explore. The worth of a round is its expected tokens
+    minus lambda times its seconds. ``value`` estimates lambda and the seconds. The worth of
+    drafting is learned from the rounds that drafted. A row of a batch uses ``load`` instead, and
+    shares the calibration with the other rows.
     """
 
     def __init__(self, value: RoundValue | None = None, load: "LoadRule | None" = None) -> None:
@@ -129,7 +133,7 @@ class TextRule:
             self.accept = load.text
         self.drafting = DraftingWorth()
         self.whole = 0.0
-        """Discounted number of rounds whose draft was accepted as a whole."""
+        """The discounted number of rounds whose whole draft was accepted."""
         self.drafts = 0
         self._text_worth = 0.0
         """Worth of the text's proposal in this round."""
@@ -139,21 +143,21 @@ class TextRule:
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """Chance that the verifier chooses this token, given that it chose all tokens before this
-        token; lowered by ``DOUBT`` standard deviations."""
+        """Return the chance that the verifier chooses this token, given that it chose all tokens
+        before this token. The chance is lowered by ``DOUBT`` standard deviations."""
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
-        """Number of the text's tokens to verify now, without drafting.
+        """Return how many of the text's tokens to verify now, without drafting.
 
         Args:
             values: For each token, the chance that it and all tokens before it are right.
             drafts: Whether the round could draft instead.
 
         Returns:
-            One of ``SIZES``; 0 to draft, or to decode plainly if there is no drafter. For a row of
-            a batch it may be any number, and the batch may verify fewer tokens.
+            One of ``SIZES``, or 0 to draft (or to decode plainly if there is no drafter). For a row
+            of a batch the result may be any number, and the batch may verify fewer tokens.
         """
         if self._load is not None:
             return self._load.copied(values, drafts)
@@ -169,13 +173,13 @@ class TextRule:
         return best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """Number of the text's tokens to verify after a draft. The total number of nodes is one of
-        ``SIZES_AFTER_DRAFT``.
+        """Return how many of the text's tokens to verify after a draft. The total number of nodes
+        is one of ``SIZES_AFTER_DRAFT``.
 
         Args:
             values: For each token, the chance that it and all tokens before it are right, given the
                 draft.
-            nodes: Drafted nodes that are verified.
+            nodes: Number of drafted nodes that are verified.
         """
         if self.drafts < FIRST_DRAFTS or not self.value.verify.table:
             return 0
@@ -189,8 +193,8 @@ class TextRule:
         right: float = 1.0,
         sizes: NDArray[np.int64] = SIZES,
     ) -> tuple[int, float]:
-        """The most valuable number of tokens, and its worth; 0 and 0.0 if no number is worth its
-        price.
+        """Return the most valuable number of tokens, and its worth. Return 0 and 0.0 if no number
+        is worth its price.
 
         Args:
             values: For each token, the chance that it and all tokens before it are right, given the

@@ -1,6 +1,6 @@
 """The paper's Thompson Sampling (Liu et al. 2024, section 3.3; docs/controllers.md).
 
-It samples one acceptance probability, or a calibration of the draft's confidence.
+The controllers sample one acceptance probability, or a calibration of the draft's confidence.
 """
 
 from math import inf
@@ -18,8 +18,9 @@ class BetaTS(Controller):
 
     After verification, alpha grows by the number of accepted tokens, and beta by 1 if a token was
     rejected. Tokens after the first rejection were never judged and do not count. Each round
-    multiplies both counts by ``discount``, so that about the last 1 / (1 - discount) rounds count:
-    acceptance differs from text to text. The paper's rule has no discount (1).
+    multiplies both counts by ``discount``, so that only about the last 1 / (1 - discount) rounds
+    count. This is useful because acceptance differs from text to text. The paper's rule has no
+    discount (its ``discount`` is 1).
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class BetaTS(Controller):
 
 
 class CalibrationTS(Controller):
-    """Like ``beta-ts``, with a separate theta for each token: P(accepted | the draft's confidence),
-    under a calibration drawn from its posterior.
+    """Like ``beta-ts``, but each token has a separate theta. It is P(accepted | the draft's
+    confidence) under a calibration that is drawn from its posterior.
     """
 
     def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None) -> None:

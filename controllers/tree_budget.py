@@ -1,4 +1,4 @@
-"""The tree budget: choose the proposed nodes that are worth their place in the verify pass
+"""The tree budget chooses the proposed nodes that are worth their place in the verify pass
 (docs/controllers.md)."""
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.value import Price, RoundValue, most_valuable
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
-"""Node counts of the first rounds, which measure their costs."""
+"""The first rounds verify these numbers of nodes, in order to measure their costs."""
 SHARPNESS = 1.25
-"""A second candidate whose score is higher by d is exp(1.25 d) times as likely to be the verifier's
-token."""
+"""If the score of one of the other candidates is higher by d, the candidate is exp(1.25 d) times as
+likely to be the verifier's token."""
 COVERED = (6.5, 3.5)
-"""Beta prior of the probability that the verifier's token is among the other candidates if it is
-not the first candidate."""
+"""The Beta prior of a probability: if the verifier's token is not the first candidate, how likely
+it is to be among the other candidates."""
 DISCOUNT = 0.998
-"""Decay factor of a label's weight in the posterior, per later label."""
+"""In the posterior, each later label multiplies a label's weight by this factor."""
 
 
 class TreeBudget:
-    """Chances of candidates, and the number of nodes to verify: the n that maximises the sum of the
-    n largest values, minus lambda v(n + 1).
+    """Estimates the chances of candidates, and chooses the number of nodes to verify. This is the n
+    that maximises the sum of the n largest values minus lambda v(n + 1).
 
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
@@ -48,16 +48,16 @@ class TreeBudget:
         self.accept.begin_request()
 
     def chances(self, step: DraftStep, scores: Sequence[float]) -> tuple[float, list[float]]:
-        """Chances of the candidates after a node, given that the node is accepted.
+        """Return the chances of the candidates after a node, given that the node is accepted.
 
         Args:
             step: The first candidate as a draft step.
-            scores: Log-probability of each candidate, best first; with coupled sampling, the noise
-                is added.
+            scores: The log-probability of each candidate, in descending order. With coupled
+                sampling, the noise is added.
 
         Returns:
-            The first candidate's calibration score, for :class:`SiblingLabel`, and the chance of
-            each candidate. The first candidate's chance is the highest.
+            The calibration score of the first candidate, which :class:`SiblingLabel` needs, and the
+            chance of each candidate. The first candidate has the highest chance.
         """
         z = self.accept.score(features(step))
         shift, slope = self.accept.draw((0.0, 0.0))
@@ -74,9 +74,9 @@ class TreeBudget:
         """Number of nodes to verify.
 
         Args:
-            values: The chance of each node, largest first.
-            price: Prices of nodes in a batch. None for a request that runs alone: its own costs are
-                used, and at least one node is verified.
+            values: The chance of each node, in descending order.
+            price: The prices of nodes in a batch. It is None for a request that runs alone. Then
+                the costs of this request are used, and at least one node is verified.
         """
         if price is not None:
             return most_valuable(values, price)[0]

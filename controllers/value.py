@@ -1,5 +1,5 @@
-"""Costs of rounds, and the worth of their seconds: shared by all rules of a request
-(docs/controllers.md)."""
+"""Estimate the costs of rounds and the worth of a second. All rules of a request share these
+estimates (docs/controllers.md)."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -12,15 +12,15 @@ from eesd.controllers.base import RoundOutcome
 MEMORY = 64
 """The mean of a count averages about this number of its last samples."""
 FORGETTING = 1 / 32
-"""Share of its weight that a count loses for each sample of another count. A high cost, measured
-while the machine was slow, may keep the controller from measuring that count again; so it is soon
-forgotten."""
+"""The share of its weight that a count loses for each sample of another count. A high cost that was
+measured while the machine was slow may keep the controller from measuring that count again, so such
+a cost is soon forgotten."""
 CLIP = 0.25
-"""A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
-hardly count."""
+"""A sample that is off by more than this share moves an estimate only as much as if it were off by
+this share, so that stalls of the machine hardly count."""
 STIFFNESS = 8.0
-"""Weight, in samples, of the line through all counts when a count's cost is fitted, and of the
-usual slope when the line is fitted."""
+"""Weight (in samples) of the line through all counts when the cost of one count is fitted. The
+usual slope has the same weight when the line is fitted."""
 USUAL_SLOPE = 0.1
 """If only one count is known, each further unit costs this share of the cost of count 0. With
 ``from_zero``, costs are proportional to the count."""
@@ -31,22 +31,23 @@ FIRST_SAMPLE = 2.0
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
-"""Decay factor of a round's weight in the rate, per later round."""
+"""In the rate, each later round multiplies a round's weight by this factor."""
 FIRST_WEIGHT = 5.0
 """Weight of the first (plain) round in the rate. It decays quickly."""
 FIRST_FITS = 16
 REFIT_EVERY = 8
-"""Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
+"""Costs are fitted after each of the first rounds. Later they are fitted once in this number of
+rounds."""
 HORIZON = 3
-"""Levels that a rule looks ahead. One level would be enough if the cost of a verify pass did not
-grow in steps."""
+"""Number of levels that a rule looks ahead. One level would be enough if the cost of a verify pass
+did not grow in steps."""
 
 Price = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Maps numbers of nodes to their prices in tokens."""
+"""A function that maps numbers of nodes to their prices in tokens."""
 
 
 class CostCurve:
-    """Seconds as a function of a count.
+    """Estimates a duration in seconds as a function of a count.
 
     The estimate is Huber's mean of a count's samples, shrunk towards a line through all counts. It
     never falls as the count grows. With ``from_zero``, a count of 0 costs nothing.
@@ -54,10 +55,11 @@ class CostCurve:
 
     def __init__(self, from_zero: bool = False) -> None:
         self.samples: dict[int, tuple[float, float]] = {}
-        """By count: weight (in samples; it falls as they age), and mean seconds."""
+        """The weight and the mean seconds of each count. The weight is in samples, and falls as the
+        samples age."""
         self._from_zero = from_zero
         self.table: list[float] = []
-        """Seconds of the counts 0, 1, ...; empty before :meth:`fit`."""
+        """The seconds of the counts 0, 1, 2 and so on. The table is empty before :meth:`fit`."""
         self._slope = 0.0
         """Mean slope of the table."""
 
@@ -69,7 +71,7 @@ class CostCurve:
             mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
         elif samples < 3:
             mean = min(mean, seconds)
-        elif seconds < (1 - CLIP) * mean:  # calls are never fast by chance: earlier ones were slow
+        elif seconds < (1 - CLIP) * mean:  # no call is fast by chance: the others were slow
             mean += (seconds - mean) / 4
         else:
             bound = CLIP * mean
@@ -111,7 +113,7 @@ class CostCurve:
             rise = (to - y) / (following - n)
             table += [y + rise * further for further in range(following - n)]
         table += [end + slope * further for further in range(max(LONGEST - last, 0) + 1)]
-        # No count costs more than a larger one: disturbances only ever add time.
+        # No count costs more than a larger count, because disturbances only ever add time.
         self.table = [max(seconds, 1e-9) for seconds in accumulate(reversed(table), min)][::-1]
         if self._from_zero:
             self.table[0] = 0.0
@@ -131,17 +133,20 @@ class CostCurve:
 
 
 class RoundValue:
-    """Costs of a request's rounds; and lambda, the recent rate in tokens per second.
+    """Estimates the costs of a request's rounds, and lambda, which is the recent rate in tokens per
+    second.
 
     Call :meth:`observe` once per committed round, before the rules that share this object observe
     the round.
 
     Attributes:
-        draft: Seconds of a round's draft, by number of steps. The first step costs more than later
-            ones if the device has to switch engines (three times as much on a CPU).
-        verify: Seconds of a verify pass, by number of nodes besides the root.
-        brought: Tokens and seconds of the recent rounds, discounted. The seconds come from the
-            curves, so stalls of the machine hardly count.
+        draft: The seconds of a round's draft as a function of the number of steps. The first step
+            costs more than later ones if the device has to switch engines (three times as much on a
+            CPU).
+        verify: The seconds of a verify pass as a function of the number of nodes (the root is not
+            counted).
+        brought: The discounted sums of the tokens and of the seconds of the recent rounds. The
+            seconds come from the curves, so stalls of the machine hardly count.
         rounds: Number of committed rounds.
     """
 
@@ -172,7 +177,8 @@ class RoundValue:
 
     @property
     def rate(self) -> float:
-        """lambda, in tokens per second. Available as soon as ``verify`` is fitted."""
+        """The rate lambda, in tokens per second. It is available as soon as ``verify`` is
+        fitted."""
         return self.brought[0] / self.brought[1]
 
     def seconds(self, steps: int, nodes: int) -> float:
@@ -181,15 +187,15 @@ class RoundValue:
         return drafting + self.verify.seconds(nodes)
 
     def prices(self, nodes: int, more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Prices, in tokens at the recent rate, of adding the numbers of nodes in ``more`` to a
-        pass of ``nodes`` nodes."""
+        """Return the prices of adding nodes to a pass of ``nodes`` nodes. ``more`` has the numbers
+        of nodes to add, and the prices are in tokens at the recent rate."""
         rate = self.rate
         before = rate * self.verify.seconds(nodes)
         return rate * self.verify.costs(nodes + more) - before
 
     def pays(self, reach: float, following: float, depth: int, width: int) -> bool:
-        """Whether some number of further levels, at most ``HORIZON``, brings more tokens than their
-        seconds would bring at the recent rate.
+        """Return whether further levels (up to ``HORIZON``) bring more tokens than the recent rate
+        would bring in the time that they take.
 
         Args:
             reach: Chance that all drafted tokens are accepted.
@@ -208,20 +214,20 @@ class RoundValue:
 
 
 def is_due(rounds: int) -> bool:
-    """Whether to compute estimates again after this number of rounds."""
+    """Return whether to compute estimates again after this number of rounds."""
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
 def most_valuable(
     values: Sequence[float], price: Price, counts: NDArray[np.int64] | None = None
 ) -> tuple[int, float]:
-    """The number of nodes with the largest gain minus price, and this difference; 0 and 0.0 if no
-    number is worth its price.
+    """Return the number of nodes for which gain minus price is largest, and this difference. Return
+    0 and 0.0 if no number is worth its price.
 
     Args:
         values: Expected tokens of each node.
         price: Maps numbers of nodes to their prices in tokens.
-        counts: The numbers to choose from; None for all numbers.
+        counts: The numbers to choose from, or None for all numbers.
     """
     total = np.cumsum(values)
     counts = np.arange(1, len(total) + 1) if counts is None else counts[counts <= len(total)]
