@@ -1,5 +1,6 @@
-"""The CPU engine through the real export: its results are near those of the untouched graphs, and
-its bits do not depend on calls, kernels or threads. The packed directories are tested here, too."""
+"""Tests of the CPU engine with directories from the real export. Its results are close to the
+results of the unchanged graphs, and its bits do not depend on calls, kernels or threads. The packed
+directories are tested here, too."""
 
 import json
 import re
@@ -110,8 +111,8 @@ def cpu_engine(
 
 
 class Pass:
-    """Results of an engine pair for one text: a prompt in two pieces, a token, a chain, a tree, and
-    draft steps."""
+    """The results of two engines for one text. The engines run a prompt in two pieces, a token, a
+    chain, a tree, and draft steps."""
 
     def __init__(self, verify: Engine, draft: Engine) -> None:
         manifest = verify.manifest
@@ -225,8 +226,8 @@ def test_weights_are_copied_to_large_pages_where_memory_is_free(
     ),
 )
 def test_bits_are_equal_in_chains_and_trees(directory: Directory, kind: str, int8: bool) -> None:
-    """A single :class:`Exactness` checks all kernels: all must give the bits of the first
-    kernels."""
+    """A single :class:`Exactness` checks all kernels. Every other kernel must give the bits of the
+    first kernel."""
     exactness = Exactness(load_manifest(directory(kind)))
     for name, threads in [("", 1), ("", 2), *((name, 1) for name in operators.supported())]:
         exactness.check(cpu_engine(directory(kind), threads=threads, int8=int8, kernel=name))
@@ -302,7 +303,7 @@ def plans(directory: Directory, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories that were written, completely or not."""
+    """The directories that were written. Some of them may be incomplete."""
     written: list[Path] = []
     write = build._write
 
@@ -346,8 +347,8 @@ def assert_unverified(plans: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("name", [cpu_build.WEIGHTS, "draft.onnx", "verify.onnx"])
 def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
-    """``--verify`` detects a changed byte everywhere; loading detects it in small files, which are
-    hashed completely."""
+    """``--verify`` detects a changed byte in every file. Loading detects it only in small files,
+    because only these are hashed completely."""
     manifest = load_manifest(plans)
     file = build_for_cpu(plans, manifest) / name
     succeed(inspect_main, plans, "--verify")
@@ -522,7 +523,7 @@ def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
 
 
 def matrix(model: onnx.ModelProto) -> onnx.TensorProto:
-    """A weight that only this graph has, not at the beginning of its file."""
+    """Returns a weight that only this graph has. It is not at the beginning of its file."""
     found: list[onnx.TensorProto] = [
         tensor for tensor in model.graph.initializer if tensor.name.endswith("o_proj.weight")
     ]

@@ -35,7 +35,8 @@ GAP = 4 * torch.finfo(torch.float16).eps * 8
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A float16 engine directory that a backend can open, by the backend's name."""
+    """Returns a function that takes the name of a backend and gives a float16 engine directory that
+    this backend can open."""
     root = tmp_path_factory.mktemp("gpu")
     model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0, head_dim=32)
     plain = tiny_models.export_tiny(model, root / "plans", slots=384, dtype="float16")

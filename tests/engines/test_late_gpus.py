@@ -1,5 +1,5 @@
-"""The engine for GPUs on a fake machine (support/fake_cuda.py): tokens do not depend on when the
-work in its streams is done, and calls follow the rules of TensorRT and CUDA
+"""Tests of the engine for GPUs on a fake machine (support/fake_cuda.py). The tokens do not depend
+on when the work in its streams is done. The calls follow the rules of TensorRT and CUDA
 (support/call_rules.py)."""
 
 from collections.abc import Callable, Iterator
@@ -53,8 +53,8 @@ def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, 
 
 @pytest.mark.parametrize("name", slow_but(["chain", "chain by torch"], "chain"))
 def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
-    """Without plain decoding of one node, drafting would be compared only with plain decoding that
-    is padded, too."""
+    """If plain decoding never ran with one node, drafting would be compared only with plain
+    decoding that is also padded."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
         assert isinstance(llm.engines.verify, DeviceEngine)
@@ -148,8 +148,8 @@ def test_threads_with_a_model_each_do_not_disturb_each_other(
 def test_captures_of_two_threads_at_once_are_noticed(
     planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lock prevents this mistake: torch waits for the whole GPU before a capture. Not every
-    order of the work leads to the mistake."""
+    """Before a capture, torch waits for the whole GPU. The lock therefore prevents captures of two
+    threads at once. Not every order of the work leads to the mistake."""
     for seed in range(10):
         in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], seed, locked=False)
         if "runs without a CUDA graph" in caplog.text:
@@ -287,7 +287,7 @@ def test_calls_keep_the_rules(planned: Planned, name: str) -> None:
 def round_figures(
     directory: Path, setting: Setting, sampling: Sampling | None = None, on_device: bool = True
 ) -> list[Figures]:
-    """The figures of rounds, except the first ones, which prepare calls."""
+    """Returns the figures of each round. The first rounds, which prepare calls, are left out."""
     found = []
     with late_llm(directory, setting, seed=1) as (machine, llm):
         llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[misc, union-attr]
@@ -318,7 +318,7 @@ def test_the_default_controller_waits_once_for_each_call(
     planned: Planned, sampling: Sampling
 ) -> None:
     """The controller decides on the host after each draft step. In a chain with greedy decoding, it
-    decides after two steps, which are one call."""
+    decides after every two steps, which run as one call."""
     found = round_figures(
         planned(CHAIN), Setting(1, 1, Speculation(guard=False, drafter="exit")), sampling
     )
@@ -343,8 +343,8 @@ def test_a_round_with_a_penalty_waits_once_for_each_call(
 def test_logits_of_a_tree_stay_on_the_device(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
-    """The logits stay on the device even if each node of a level is drafted in a separate call,
-    which overwrites the logits of the previous call."""
+    """The logits stay on the device even if each node of a level is drafted in a separate call.
+    Such a call overwrites the logits of the previous call."""
     tree = SETTINGS["tree"]
     monkeypatch.setattr(
         forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")
@@ -389,8 +389,8 @@ def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
 
 
 def tokens_while_other_streams_are_late(directory: Path) -> list[int]:
-    """Tokens of an embedded LLM when the other streams run nothing before the second round. A
-    capture would wait for all streams."""
+    """Returns the tokens of an embedded LLM if the other streams run nothing before the second
+    round. A capture would wait for all streams."""
     with embedded(directory) as (machine, llm):
         llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
         machine.eagerness = 0
@@ -415,8 +415,8 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(
 
 
 def preparing_changes_the_cache(directory: Path) -> bool:
-    """Whether preparing engines, with captured calls, changes caches that the verify engine has
-    filled."""
+    """Returns whether preparing the engines, with captured calls, changes caches that the verify
+    engine has filled."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
         verify = llm.engines.verify
         draft = llm.engines.draft

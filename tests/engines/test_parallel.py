@@ -1,5 +1,6 @@
-"""A model whose weights are split over ranks, which are processes, or threads of one process. With
-a process for each rank, the commands give the tokens of one process. All ranks end together."""
+"""Tests of a model whose weights are split over ranks. The ranks are processes, or threads of one
+process. If each rank is a process, the commands give the tokens of a single process. All ranks end
+together."""
 
 import json
 import re
@@ -63,8 +64,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that takes export options, and returns an engine directory. The model has four KV
-    heads, one for each of four ranks, and its head has deep layers."""
+    """Returns a function that takes export options and gives an engine directory. The model has
+    four KV heads, one for each of four ranks, and its head has deep layers."""
     root = tmp_path_factory.mktemp("parallel")
     model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
     deep_head(Checkpoint(model), root / "head")
@@ -87,8 +88,8 @@ def directory(export: Callable[..., Path]) -> Path:
 def in_one_process(
     plans: Path, ranks: int, speculation: Speculation | None = None, prompt: Sequence[int] = PROMPT
 ) -> tuple[Any, list[int]]:
-    """The logits of a prompt, and the generated tokens, from ranks that are threads of this
-    process. With one rank, the model is not split."""
+    """Returns the logits of a prompt and the generated tokens. The ranks are threads of this
+    process. If there is only one rank, the model is not split."""
     manifest = load_manifest(plans)
     parts = dict[int, torch.Tensor]()
     meeting = Barrier(ranks)
@@ -123,7 +124,7 @@ def in_one_process(
 
 
 def whole(directory: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The results of a process with all weights."""
+    """Returns the results of a process that has all weights."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     team_member.main(directory, output)
     found: dict[str, Any] = json.loads(output.read_text())
@@ -160,8 +161,8 @@ def test_ranks_have_the_tokens_of_one_process(
     options: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tokens are equal with chains, trees, sampling, kept prompts and quantized weights. Logits
-    equal those of ranks that are threads, bit for bit."""
+    """The tokens are equal with chains, trees, sampling, kept prompts and quantized weights. The
+    logits equal, bit for bit, the logits of ranks that are threads."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
@@ -180,8 +181,9 @@ FAMILIES = [*CASES, "qwen2", "qwen3-bias", "llama-bias"]
 def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, case: FamilyCase | str) -> None:
     """Logits of a prompt, and tokens decoded with draft trees, equal those of one process.
 
-    The families have biases, which are added once; norms of each head, on every rank; experts;
-    windows, caps, and norms after a block's parts; norms after the rotation.
+    Some families have biases, which only one rank may add, and some have norms of each head, which
+    every rank needs. Other families have experts, windows, caps, norms after a block's parts, or
+    norms after the rotation.
     """
     options = (
         "--exit-layer",
@@ -232,8 +234,8 @@ def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> N
 def test_a_rank_has_the_bytes_that_inspect_says(
     export: Callable[..., Path], options: tuple[str, ...]
 ) -> None:
-    """The draft and verify graphs share parts, as they share whole weights; quantized weights are
-    dequantized."""
+    """The draft graph and the verify graph share the parts of weights, just as they share whole
+    weights. Quantized weights are dequantized."""
     directory = export(*options)
     manifest = load_manifest(directory)
     [estimated] = json.loads(
@@ -262,7 +264,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(directory: Path) -> None
 
 
 def test_a_rank_that_ends_is_one_sentence(directory: Path, tmp_path: Path) -> None:
-    """Rank 1 ends after loading; rank 0, a script, reports this and does not wait."""
+    """Rank 1 ends after loading. Rank 0 is a script, which reports this and does not wait."""
     (tmp_path / "run.py").write_text(f"""
 import os
 import eesd
@@ -335,7 +337,7 @@ def test_torchrun_prints_the_text_of_one_process(engine: Path) -> None:
 
 @contextmanager
 def serving(engine: Path, folder: Path) -> Iterator[tuple[list["subprocess.Popen[bytes]"], str]]:
-    """The server in two ranks, and its URL."""
+    """Yields the two ranks of a server, and the server's URL."""
     options = ("--engine-dir", engine, "--port", 0, "--backend", "torch", "--drain-seconds", 300)
     with started(folder, "-m", "eesd.serve.cli", *options) as ranks:
         log = folder / "0.err"

@@ -1,5 +1,5 @@
-"""The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses
-damaged directories.
+"""Tests that the torch engine gives the results of ONNX Runtime, maps and shares its weights, and
+refuses damaged directories.
 
 If torch detects a GPU, all tests except those of host memory also run there.
 """
@@ -69,15 +69,15 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
 }
-"""Options of the exit heads of model families that together cover everything that a manifest can
-describe."""
+"""The options of each family's exit head. Together, these families and options cover everything
+that a manifest can describe."""
 
 
 @pytest.fixture(scope="module")
 def exported(
     family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """The engine directory of a family, by its name."""
+    """Returns a function that takes the name of a family and gives its engine directory."""
 
     @cache
     def directory(name: str) -> Path:
@@ -98,8 +98,8 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The harness's model exported with options, such as ``whole`` (all layers draft, in 4 bits)
-    or ``stages``."""
+    """Returns a function that exports the harness's model with options such as ``stages``, or
+    ``whole`` if the draft is all layers in 4 bits."""
 
     @cache
     def directory(**options: Any) -> Path:
@@ -129,8 +129,8 @@ def open_on_cpu(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
 
 
 def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
-    """The nodes of a tree of three levels, two nodes in the first, and their positions when the
-    root is in ``slot``."""
+    """Returns the nodes of a tree, and their positions if the root is in ``slot``. The tree has
+    three levels below the root, and two nodes on the first level."""
     root = Node(7, index=0)
     first, second = (Node(8 + i, root, 1, index=1 + i) for i in range(2))
     nodes = [
@@ -145,8 +145,8 @@ def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
 
 
 def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
-    """The outputs for a prompt, a drafted chain, one level of a tree, and a verified tree; then
-    those of both engines after compaction."""
+    """Returns the outputs for a prompt, a drafted chain, one level of a tree, and a verified tree.
+    The outputs of both engines after compaction follow."""
     kv_cache = verify.new_kv_caches()[0]
     verifier = OnCache(verify, kv_cache)
     drafter = OnCache(draft, kv_cache)
@@ -320,8 +320,8 @@ def test_stages_with_a_shard_each_give_the_same_tokens(
 def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(
     narrow: Path, width: int, device: str
 ) -> None:
-    """Caches have the engines' type. Drafting changes a token only if the logits of the old and new
-    token are equal up to 16-bit rounding."""
+    """The caches have the element type of the engines. Drafting changes a token only if the logits
+    of the old token and the new token are equal up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
     assert llm.engines.verify.new_kv_caches()[0].memory.shards[0].dtype == dtype  # type: ignore[attr-defined]
@@ -381,7 +381,7 @@ def module_of(engine: DeviceEngine) -> nn.Module:
 
 
 def private_memory() -> int:
-    """Resident bytes of this process that are not backed by a file."""
+    """Returns the number of resident bytes of this process that are not backed by a file."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -397,7 +397,7 @@ def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> No
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype=dtype)
     size = (directory / WEIGHTS_FILE).stat().st_size
     assert size > 48e6
-    gc.collect()  # garbage of the export that is freed later would hide a copy
+    gc.collect()  # if garbage of the export were freed later, it would hide a copy
     before = private_memory()
     llm = torch_llm(directory, "cpu", Speculation("fixed:k=2"))
     llm.generate([5, 9, 3], max_new_tokens=6)
@@ -459,7 +459,7 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
         kv_cache: Any = verify.new_kv_caches()[0]
         verifier = OnCache(verify, kv_cache)
         drafter = OnCache(draft, kv_cache)
-        for start in (0, 3):  # the same calls before and after
+        for start in (0, 3):  # the same calls run before and after
             verifier.forward([5, 9, 3], range(start, start + 3), start)
             drafted = drafter.chain(7, start + 3, 4)
             outputs = verifier.forward(

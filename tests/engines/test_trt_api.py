@@ -1,4 +1,4 @@
-"""The fake of TensorRT, and the code that uses TensorRT, fit the real Python API of each
+"""Tests that the fake of TensorRT and the code that uses TensorRT fit the real Python API of each
 version."""
 
 import ast
@@ -24,8 +24,8 @@ RTX_ONLY = {
     "DynamicShapesKernelSpecializationStrategy": {"EAGER"},
     "ComputeCapability": set(),
 }
-"""Members of TensorRT-RTX only. The runtime checks ``hasattr`` or the flavour before it uses
-them."""
+"""The members that only TensorRT-RTX has. The runtime checks ``hasattr`` or the flavour before it
+uses them."""
 ONLY_SOME = {"BuilderFlag": {"REQUIRE_USER_ALLOCATION"}}
 """Members for which the builder checks ``hasattr``."""
 USERS = (
@@ -51,7 +51,7 @@ def test_the_file_of_the_installed_library_is_current() -> None:
 
 
 def offered(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public members of a class of the fake."""
+    """Returns the public members of a class of the fake."""
     for name, member in vars(cls).items():
         if not name.startswith("_"):
             yield name, member
@@ -82,7 +82,7 @@ def arguments(method: Any) -> list[str]:
 
 
 def real_arguments(api: Api, cls: str, name: str) -> list[list[str]]:
-    """The names of the arguments of each overload."""
+    """Returns the names of the arguments of each overload."""
     return [[one.name for one in parameters(text)] for text in api.classes[cls][name]]
 
 
@@ -115,7 +115,7 @@ def test_the_fake_refuses_what_the_real_library_refuses(version: str) -> None:
 
 
 def names_used() -> set[tuple[str, ...]]:
-    """The names after ``trt`` that the code uses, as in ``trt.BuilderFlag.REFIT``."""
+    """Returns the names after ``trt`` that the code uses, as in ``trt.BuilderFlag.REFIT``."""
     found = set()
     for user in USERS:
         for node in ast.walk(ast.parse((Path(__file__).parents[2] / user).read_text())):
@@ -189,7 +189,8 @@ BUILDER_CALLS: dict[str, dict[str, tuple[str, ...] | None]] = {
         "step_complete": ("phase_name", "step"),
     },
 }
-"""Members that the builder uses, with their parameters; None for a property."""
+"""The members that the builder uses, with their parameters. The value is None if the member is a
+property."""
 
 
 @pytest.mark.parametrize("version", ALL)

@@ -1,4 +1,4 @@
-"""Third-party clients, unchanged, in the environment ``clients``."""
+"""This program uses unchanged third-party clients. It runs in the environment ``clients``."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""OpenAI's Agents SDK, unchanged, in the environment ``agents``, with a version of ``openai`` that
-other clients refuse."""
+"""This program uses the unchanged Agents SDK of OpenAI. It runs in the environment ``agents``,
+which has a version of ``openai`` that other clients refuse."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""LlamaIndex and DSPy, unchanged, in the environment ``frameworks``."""
+"""This program uses unchanged versions of LlamaIndex and DSPy. It runs in the environment
+``frameworks``."""
 
 from typing import Any
 
@@ -45,7 +46,7 @@ def ask_dspy() -> None:
 
     show("dspy", "chat", lambda: brief("openai", "chat", TEXT))
     show("dspy", "responses", lambda: brief("openai", "responses", TEXT)["text"])
-    # DSPy sends a schema only where litellm says that the provider reads it.
+    # DSPy sends a schema only if litellm says that the provider reads it.
     shaped = dspy.LM(f"lm_studio/{MODEL}", max_tokens=ROOM, **options)
     with dspy.context(lm=shaped, adapter=dspy.JSONAdapter()):
         show("dspy", "object", lambda: dspy.Predict(Asked)(text=TEXT).city)

@@ -17,7 +17,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # needs no network
 
 COUNT = 16
 ROOM = 60
-"""Maximum number of tokens in a text (litellm requests at least 16), and in an object or a call."""
+"""The maximum number of tokens in a text, and the maximum number in an object or a call. litellm
+requires at least 16 tokens for a text."""
 TEXT: str = [*sys.argv, "import os"][3]
 CHAT: Any = [{"role": "user", "content": TEXT}]
 PROMPT = "def f(x):"
@@ -32,7 +33,7 @@ class City(BaseModel):
 
 
 def show(client: str, call: str, give: Callable[[], Any]) -> None:
-    """Print the result of a call; an object as a dictionary."""
+    """Print the result of a call. An object is printed as a dictionary."""
     try:
         found = give()
         found = {"found": found.model_dump() if isinstance(found, BaseModel) else found}

@@ -12,7 +12,7 @@ from eesd.runtime.batch.scheduler import BatchOptions
 
 @pytest.fixture(scope="package")
 def server(engine: Path) -> Iterator[Served]:
-    """Each round drafts three levels, whatever the cost of calls on the machine."""
+    """Each round drafts three levels, and does not depend on the cost of calls on the machine."""
     with served(engine, batch=BatchOptions(levels=3)) as running:
         yield running
 

@@ -1,4 +1,5 @@
-"""Third-party clients, unchanged, against the real server: each receives the texts of ``generate``.
+"""Tests of unchanged third-party clients with the real server. Each client receives the texts of
+``generate``.
 
 They run in separate environments, which ``tests/environments`` lists.
 """
@@ -71,8 +72,8 @@ def ask(command: list[Path | str], server: Served, **environment: str) -> dict[s
 
 
 def check(found: dict[str, dict[str, Any]], server: Served, program: str) -> None:
-    """Texts and their lengths equal those of ``generate``; objects and arguments of functions fit
-    their schemas."""
+    """The texts and their lengths equal those of ``generate``. The objects and the arguments of
+    functions fit their schemas."""
     assert {client: set(calls) for client, calls in found.items()} == {
         client: {*calls.split()} for client, calls in PROGRAMS[program].items()
     }

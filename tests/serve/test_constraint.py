@@ -1,5 +1,5 @@
-"""A constraint allows exactly the texts of its schema, expression or grammar, and EOS where a text
-may end."""
+"""Tests that a constraint allows exactly the texts of its schema, expression or grammar, and that
+it allows EOS where a text may end."""
 
 import json
 import random
@@ -173,8 +173,8 @@ def test_eos_is_allowed_exactly_where_the_text_may_end(llm: LLM, pattern: str) -
 
 
 def test_paths_may_come_in_any_order(llm: LLM) -> None:
-    """One object serves the committed tokens and all drafted paths: each answer is that of a new
-    object."""
+    """One object is used for the committed tokens and for all drafted paths. Each answer equals the
+    answer of a new object."""
     schema = {
         "type": "object",
         "properties": {"a": WORD, "b": {"type": "integer"}},
@@ -403,8 +403,8 @@ OPEN = {"type": "object", "additionalProperties": {"const": 1}}
 def test_a_text_that_would_need_equal_keys_is_refused(
     llm: LLM, schema: dict[str, Any], taken: bool
 ) -> None:
-    """The grammar counts members. A parser keeps one of several equal keys, and then the object has
-    too few members."""
+    """The grammar counts the members of an object. If several keys are equal, a parser keeps only
+    one of them, and then the object has too few members."""
     nested = {
         "type": "object",
         "properties": {"map": schema},
@@ -421,14 +421,14 @@ def test_a_text_that_would_need_equal_keys_is_refused(
 
 
 def may_begin(made: GrammarConstraint, llm: LLM, text: str) -> bool:
-    """Whether a constraint allows all tokens of a text."""
+    """Returns whether a constraint allows all tokens of a text."""
     tokens = llm.encode(text)
     return all(made.allowed(tokens[:at])[token] for at, token in enumerate(tokens))
 
 
 def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
-    """The grammar would treat it as another key, and parsers as the same key, whose value must be a
-    number."""
+    """If a key is spelled with an escape, the grammar would treat it as another key. A parser would
+    treat it as the same key, and the value of that key must be a number."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -531,8 +531,8 @@ def test_what_no_token_can_write_is_an_error_and_no_short_text(
 
 
 class Words:
-    """A vocabulary in the form that llguidance needs: EOS, and tokens of one to thirty letters, as
-    in real vocabularies."""
+    """A vocabulary in the form that llguidance needs. It has EOS, and tokens of one to thirty
+    letters like those of real vocabularies."""
 
     eos_token_id = 0
     bos_token_id = None

@@ -1,5 +1,5 @@
-"""The playground in a browser: it shows the results of the batch, and a failure never looks like
-success."""
+"""Tests of the playground in a browser. It shows the results of the batch, and a failure never
+looks like a success."""
 
 import json
 import re
@@ -236,7 +236,7 @@ def test_an_exchange_can_be_copied_retried_and_edited(page: Page) -> None:
         expect(page.locator("#output .tools")).to_have_count(count)
     page.get_by_text("Copy").last.click()
     assert page.evaluate("window.copied") == generated(page)
-    expect(page.get_by_text("Retry")).to_have_count(1)  # for the last message only
+    expect(page.get_by_text("Retry")).to_have_count(1)  # only the last message has it
     page.get_by_text("Retry").click()
     expect(page.locator("#output .exchange")).to_have_count(2)
     expect(page.locator("#output .tools")).to_have_count(2)
@@ -357,7 +357,7 @@ def test_the_switch_turns_drafting_off(page: Page) -> None:
     assert page.locator("#output span.exit, #output span.text").count() == 0
     expect(page.locator("#acceptance .note")).to_contain_text("Nothing has been drafted")
     page.locator("#draft").check()
-    page.locator("#go").click()  # the same prompt, so both are measured
+    page.locator("#go").click()  # both have the same prompt, so both are measured
     expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
 
 

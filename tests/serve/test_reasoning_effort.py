@@ -1,5 +1,5 @@
-"""Reasoning effort is passed to chat templates that read it, and thoughts are separated from
-answers."""
+"""Tests that the reasoning effort is passed to chat templates that read it, and that thoughts are
+separated from answers."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def test_the_templates_variable_is_set_as_in_transformers(tmp_path: Path) -> Non
 
 
 def shown(server: Served, effort: str | None, **more: Any) -> str:
-    """The prompt of a chat, which equals that of a response."""
+    """Returns the prompt of a chat, after a check that a response has the same prompt."""
     body = {
         "messages": HI,
         "max_tokens": 1,

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``, called by OpenAI's client."""
+"""Tests of ``/v1/chat/completions``, which OpenAI's client calls."""
 
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,8 @@ def test_a_window_of_penalties_is_neutral_without_penalties(server: Served) -> N
 
 
 def test_fields_that_change_nothing_are_named(server: Served) -> None:
-    """A header names each field whose name can be written there; supported fields are not named."""
+    """A header names each ignored field whose name can be written in a header. Supported fields are
+    not named."""
     unread = {"user": "u", "verbosity": "low", "metadata": {}, "a\r\nb": 1, "\u00ff": 1, "": 1}
     read = {"tools": [], "response_format": {"type": "text"}, "best_of": 1, "typical_p": 1}
     body = {"messages": MESSAGES, "max_tokens": 1, **unread, **read}

@@ -1,5 +1,5 @@
-"""``/v1/completions``, called by OpenAI's client: the tokens equal those of ``llm.generate`` in
-every form."""
+"""Tests of ``/v1/completions``, which OpenAI's client calls. In every form of the answer, the
+tokens equal the tokens of ``llm.generate``."""
 
 import json
 from collections.abc import Sequence
@@ -209,7 +209,7 @@ def test_prompts_of_every_form(server: Served) -> None:
 
 
 def test_a_stop_string_that_is_a_special_token_stops_at_the_token(server: Served) -> None:
-    """A special token has no text in which a string could be found."""
+    """A special token has no text, so no stop string can be found in it."""
     options = {"logit_bias": {1: 100}, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
     choice = server.complete(PROMPT, stop=["never", "<s>"], **options)["choices"][0]
     assert (choice["token_ids"], choice["text"]) == ([1], "")
@@ -268,7 +268,8 @@ def test_a_stop_string_ends_no_text_before_min_tokens(
     text = decode(ids)
 
     def whole_with(letters: int) -> int:
-        """The number of tokens that add this many letters. Special tokens add no letters."""
+        """Returns the number of tokens that add this many letters. Special tokens add no
+        letters."""
         return next(count for count in range(COUNT + 1) if len(decode(ids[:count])) >= letters)
 
     for start in (0, 3, 6, 10):
@@ -290,8 +291,8 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def rows(llm: LLM, prompt: Sequence[int], count: int) -> list[np.ndarray[Any, Any]]:
-    """The model's log-probabilities after a prompt and after each token of its greedy
-    continuation."""
+    """Returns the model's log-probabilities after a prompt, and after each token of the prompt's
+    greedy continuation."""
     found: list[np.ndarray[Any, Any]] = []
     llm.observer = lambda _, logits: found.extend(log_softmax(row) for row in np.array(logits))
     llm.generate(prompt, Sampling(), max_new_tokens=count, ignore_eos=True)

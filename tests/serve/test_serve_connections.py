@@ -1,5 +1,5 @@
-"""Failing connections: clients that leave, read slowly, send slowly, send too much, or never send
-anything."""
+"""Tests of connections that fail. The clients leave, read slowly, send slowly, send too much, or
+never send anything."""
 
 import json
 import logging
@@ -105,7 +105,7 @@ def test_who_does_not_read_is_cancelled(
     server: Served, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     """The answer is larger than all buffers on its way, so the server has to wait. After a second
-    it closes the connection, which the client could keep open for ever."""
+    the server closes the connection. Otherwise the client could keep it open for ever."""
     body = {
         "prompt": ["abc"] * 16,
         "max_tokens": 250,

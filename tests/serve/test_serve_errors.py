@@ -1,4 +1,5 @@
-"""Bad requests: OpenAI's form of errors, one sentence, and never a status of 500."""
+"""Bad requests: Tests that errors have OpenAI's form and a message of one sentence, and that the
+status is never 500."""
 
 import gzip
 import json
@@ -181,7 +182,8 @@ def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) ->
 @pytest.mark.parametrize("item", ["a", 1.5, [], None])
 @pytest.mark.parametrize("good", [1, "b", [1]])
 def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
-    """A message for each item and each form of a prompt would take seconds and gigabytes."""
+    """If there were a message for each item and each form of a prompt, they would take seconds and
+    gigabytes."""
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate(
             {

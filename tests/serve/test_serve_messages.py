@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: its answers equal those of chat completions."""
+"""Tests of Anthropic's ``/v1/messages``. Its answers equal the answers of chat completions."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def stream(lined: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that a client assembles from events."""
+    """Returns the answer that a client assembles from the events of a stream."""
     answer: dict[str, Any] = events[0]["message"]
     assert (
         events[0]["type"] == "message_start"
@@ -172,7 +172,7 @@ def counted(server: Served, **body: Any) -> int:
 
 
 def test_the_line_of_claude_code_that_changes_leaves_kept_prefixes(lined: Served) -> None:
-    """The line's digits differ in each request, and it precedes all other text."""
+    """The digits of this line differ in each request, and the line precedes all other text."""
     salt = {"cache_salt": "billing", "max_tokens": 1}
     rest = {"type": "text", "text": "be brief " * 20}
     lines = [f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in ("0a1b2", "fffff")]
@@ -215,7 +215,8 @@ def test_context_management_clears_thoughts(engine: Path, tmp_path: Path) -> Non
 
 
 def test_results_of_tools_are_not_cleared(lined: Served) -> None:
-    """Below the trigger there is nothing to clear; beyond it the request is refused."""
+    """If the input is below the trigger, there is nothing to clear. If the input exceeds the
+    trigger, the request is refused."""
     use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
     turns = [
         {"role": "assistant", "content": [use]},

@@ -1,4 +1,4 @@
-"""The metrics for Prometheus, and the log."""
+"""Tests of the metrics for Prometheus and of the log."""
 
 import json
 import logging
@@ -87,8 +87,8 @@ TIMES = (
 
 
 def test_every_number_is_recounted(engine: Path) -> None:
-    """The numbers are computed again from the answers of all routes, with several choices and
-    prompts, and scored prompts."""
+    """The test computes the numbers again from the answers of all routes. Some requests have
+    several choices or prompts, and some score a prompt."""
     with served(engine, batch=BatchOptions(levels=3)) as server:
         expected = asked(server)
         server.idle()
@@ -127,8 +127,8 @@ def test_every_number_is_recounted(engine: Path) -> None:
 
 
 def samples(text: str) -> dict[str, float]:
-    """The values in /metrics, by name and labels. Values of the process, buckets and creation times
-    are left out."""
+    """Returns the values in /metrics by their names and labels. The values of the process, the
+    buckets and the creation times are left out."""
     found = {}
     for family in text_string_to_metric_families(text):
         for one in family.samples:

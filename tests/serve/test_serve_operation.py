@@ -1,4 +1,4 @@
-"""Tests of what operators and attackers do to the server: hosts, logs, metrics, keys,
+"""Tests of the server's operation and of attacks on it. They cover hosts, logs, metrics, keys and
 configuration."""
 
 import asyncio
@@ -37,7 +37,8 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "serving"
 
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Served]:
-    """A server with keys, open metrics, two hosts, two model names, and one origin of pages."""
+    """A server that has keys, open metrics, two hosts, two model names, and one allowed origin of
+    pages."""
     hosts = ("127.0.0.1", "Api.Example.com")
     origins = ("https://chat.example.com",)
     options = ServeOptions(
@@ -175,8 +176,8 @@ def test_a_request_for_another_host_is_refused(server: Served, host: str, status
 
 
 def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
-    """kubelet uses the pod's address, the container's health check 127.0.0.1, and Prometheus
-    either."""
+    """kubelet uses the pod's address, and the container's health check uses 127.0.0.1. Prometheus
+    may use either address."""
     other = {"Host": "10.1.2.3:8000"}
     with server.http as client:
         assert [
@@ -197,7 +198,7 @@ def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
         assert [
             client.get("/metrics", headers=one).status_code for one in (own, bearer(**own))
         ] == [401, 200]
-        # Open to everybody except pages of other sites.
+        # These routes are open to everybody except pages of other sites.
         assert client.get("/metrics", headers=other).status_code == 400
         assert client.get("/health", headers=other).status_code == 200
 
@@ -307,7 +308,7 @@ def test_who_listens_on_this_machine_alone_answers_for_it_alone(
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> ServeOptions:
-    """The server options that a command results in."""
+    """Returns the server options that a command results in."""
     found: list[ServeOptions] = []
 
     def noted(app: Any, *_: Any) -> None:
@@ -395,7 +396,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(
 
 
 def test_the_log_says_who_asked(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """The log has the client's address, and a name of the key that does not reveal the key."""
+    """The log shows the client's address, and a name for the key that does not reveal the key."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         for key in (*KEYS, "a-wrong-key"):
             server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key))
@@ -438,7 +439,7 @@ def test_refusals_are_counted_too(server: Served) -> None:
 
 
 def test_a_full_queue_is_counted_and_what_never_fits_is_a_400(engine: Path) -> None:
-    """Retry-After would promise room that never comes."""
+    """For a request that can never fit, a Retry-After header would be wrong."""
     with served(engine, ServeOptions(), BatchOptions(max_rows=1, max_queue=1)) as server:
         response = server.post("/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 1})
         assert response.status_code == 400 and "2 places" in response.json()["error"]["message"]
@@ -492,7 +493,8 @@ def test_prometheus_needs_no_users_key_and_finds_what_rules_and_dashboard_name(
 
 
 def test_a_key_learns_nothing_of_what_others_asked(server: Served) -> None:
-    """``cached_tokens`` reveals nothing; a client's salt separates its prompts further."""
+    """``cached_tokens`` reveals nothing about the requests of other keys. With a salt, a client can
+    also separate its own prompts."""
 
     def cached(key: str, **more: str) -> int:
         body = {"prompt": BEGINNING, "max_tokens": 1, **more}

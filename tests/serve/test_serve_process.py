@@ -1,5 +1,5 @@
-"""``eesd-serve`` as a process: start, SIGTERM, state kept over a restart, and bad options in one
-sentence."""
+"""Tests that run ``eesd-serve`` as a process. They check its start, SIGTERM, the state that a
+restart keeps, and that bad options are refused in one sentence."""
 
 import gzip
 import json
@@ -34,8 +34,8 @@ LONG = {
     "stream": True,
     "logprobs": 5,
 }
-"""A request whose stream is larger than all buffers between server and client, so it cannot end
-before the client reads it."""
+"""A request whose stream is larger than all buffers between the server and the client. The stream
+therefore cannot end before the client reads it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""``/v1/responses``, called by OpenAI's client: its answers equal those of chat completions."""
+"""Tests of ``/v1/responses``, which OpenAI's client calls. Its answers equal the answers of chat
+completions."""
 
 import json
 from typing import Any, Literal
@@ -37,14 +38,15 @@ def client(lined: Served) -> OpenAI:
 
 
 def raw_events(lined: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, which are numbered."""
+    """Returns the events of a stream, after a check that they are numbered."""
     found = lined.events("/v1/responses", body)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Types of the events, without their common prefix. A run of deltas is one entry."""
+    """Returns the types of the events without their common prefix. Several deltas in a row become
+    one entry."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [
         name
@@ -393,7 +395,8 @@ def test_what_cannot_be_done_is_a_clear_400(
 
 
 def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
-    """Custom tools are defined as Codex does: the model sees a function with one text parameter."""
+    """The custom tools are defined in the way that Codex defines them. The model sees a function
+    with one text parameter."""
     tools = [{"type": "custom", "name": "patch", "description": "p", "format": {"type": "text"}}]
     choice = {"type": "custom", "name": "patch"}
     body = {"input": "Hi", "tools": tools, "tool_choice": choice, "temperature": 1.0, "seed": 1}
@@ -418,7 +421,7 @@ def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
 
 
 def test_calls_of_custom_tools_come_back(lined: Served) -> None:
-    """The prompt equals that of a function called with the same text."""
+    """The prompt equals the prompt of a function that is called with the same text."""
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
     custom = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"'}
     arguments = json.dumps({"input": 'a "b"'})

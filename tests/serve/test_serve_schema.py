@@ -1,5 +1,5 @@
-"""The OpenAPI schema describes the server: schemathesis sends requests that the schema allows, and
-requests that it forbids."""
+"""Tests that the OpenAPI schema describes the server. schemathesis sends requests that the schema
+allows, and requests that the schema forbids."""
 
 import os
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ OPERATIONS = [
     ),
 ]
 PATIENCE = 300
-"""Time limit for an answer in seconds: a machine may be busy."""
+"""The time limit for an answer in seconds. It is long because a machine may be busy."""
 THOROUGH = int(os.environ.get("SCHEMA_CASES", 600))
 """Number of requests for each operation in the slow test."""
 

@@ -1,5 +1,5 @@
-"""Constrained output and function calling with the real batch and the real server: drafting changes
-no token."""
+"""Tests of constrained output and function calling with the real batch and the real server.
+Drafting changes no token."""
 
 import json
 import logging
@@ -145,7 +145,8 @@ def test_the_client_gets_json_that_fits_its_schema(lined: Served) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: bool) -> None:
-    """Streamed or not, the call is the same, its arguments fit, and the client can answer it."""
+    """The call is the same with and without streaming. Its arguments fit the schema, and the client
+    can answer the call."""
     create = lined.openai.chat.completions.create
     options: dict[str, Any] = {
         "tools": TOOLS,
@@ -196,7 +197,7 @@ def test_a_model_that_need_not_call_answers_in_words(lined: Served) -> None:
 
 
 def bodies(choice: str) -> dict[str, dict[str, Any]]:
-    """A request with tools and a schema for the answer, in each API."""
+    """Returns a request that has tools and a schema for the answer, for each API."""
     strict = {"name": "person", "schema": SCHEMA, "strict": True}
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     anthropic = [
@@ -228,7 +229,7 @@ def bodies(choice: str) -> dict[str, dict[str, Any]]:
 
 
 def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text and the calls of an answer from any API."""
+    """Returns the text and the calls of an answer from any API."""
     if "choices" in answer:
         message = answer["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls", [])]
@@ -247,8 +248,8 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
 def test_with_tools_and_a_schema_an_answer_is_calls_or_fits(lined: Served, choice: str) -> None:
-    """The rule is the same in each API. ``required`` allows only calls, and ``none`` only the
-    schema."""
+    """The rule is the same in each API. ``required`` allows only calls, and ``none`` allows only
+    the schema."""
     kinds = set[bool]()
     (mark,) = lined.llm.encode("<")
     for seed in range(4):

@@ -1,5 +1,5 @@
-"""The container file, the systemd unit and the Kubernetes manifest fit ``eesd-serve``, and their
-own checkers accept them."""
+"""Tests that the container file, the systemd unit and the Kubernetes manifest fit ``eesd-serve``,
+and that the checkers of these formats accept them."""
 
 import re
 import shutil

@@ -1,4 +1,5 @@
-"""Function calling: the tools in the prompt, required calls, and the parser of calls in answers."""
+"""Tests of function calling. They cover the tools in the prompt, required calls, and the parser
+that finds calls in answers."""
 
 import json
 from collections.abc import Sequence
@@ -101,7 +102,8 @@ FLAT = {"type": "function", "name": "h"}
 
 
 def answer(parser: ToolParser, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The content, and name and arguments of each call, as a client assembles them."""
+    """Returns the content, and the name and the arguments of each call. They are assembled as a
+    client would do it."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     return put_together(deltas)
 
@@ -177,7 +179,7 @@ def test_choices_of_tools_in_the_forms_of_others(
         return
     tools = tools_of(given, codec)
     assert tools is not None and (tools.choice, "".join(tools.functions)) == (chosen, names)
-    # A required call that is cut off is part of a call, with and without streaming.
+    # If a required call is cut off, the answer has a part of a call, with and without streaming.
     cut = '<tool_call>\n{"name": "g", "arguments": {"a'
     found = answer(tools.parser(codec, streaming=False), [cut])
     assert found == (("", [("g", '{"a')]) if chosen != "auto" else (cut, []))
@@ -365,7 +367,8 @@ BARE_CALLS = [
     f"<json>{BARE}</json>",
     '{"name": "f", "parameters": {"a": 1}}',
 ]
-"""Texts with one call each, in forms that some models write despite their instructions."""
+"""These texts have one call each. Some models write these forms although their instructions ask for
+another form."""
 
 
 @pytest.mark.parametrize("text", [*BARE_CALLS, f"{{{BARE}}}", f"{{{BARE}}}}}"])
@@ -400,7 +403,8 @@ def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
     ),
 )
 def test_other_answers_are_returned_to_the_letter(data: st.DataObject, text: str) -> None:
-    """The answer is unchanged however the text is split, streamed or not."""
+    """The parser returns the text unchanged, however the text is split into pieces. This holds with
+    and without streaming."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for streaming in (False, True):
@@ -424,7 +428,8 @@ def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_and_another_answer_may_come(llm: LLM, format: ToolFormat, parallel: bool) -> None:
-    """The answers have calls in the model's own form or without marks, or begin in the same way."""
+    """Some answers have calls in the model's own form, and some have calls without marks. Other
+    answers only begin like a call."""
     tools = Tools(tuple(TOOLS), "auto", parallel, format)
     schema = {
         "type": "object",

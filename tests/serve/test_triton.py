@@ -1,4 +1,4 @@
-"""The model repository for Triton, and a real ``tritonserver`` that runs it on the CPU."""
+"""Tests of the model repository for Triton. A real ``tritonserver`` runs it on the CPU."""
 
 import json
 import os
@@ -137,7 +137,8 @@ def test_settings_that_were_edited_wrongly_are_refused(
         read_settings(directory)
 
 
-# The tests below use a real server. It is started once; the last test kills its stub.
+# The tests below use a real server. The server is started only once, and the last test kills its
+# stub.
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ class Client:
         self.answers: list[list[dict[str, Any]]] = [[] for _ in requests]
 
     def next(self) -> dict[str, Any] | None:
-        """The next response to any request; None if there are no more responses."""
+        """Returns the next response to any request, or None if there are no more responses."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -211,7 +212,7 @@ def text(answers: Sequence[dict[str, Any]]) -> str:
 
 
 def metric(server: TritonServer, name: str) -> float:
-    """The sum of a metric over all labels; 0 if Triton does not have it yet."""
+    """Returns the sum of a metric over all labels, or 0 if Triton does not have the metric yet."""
     lines = server.get("/metrics", server.metrics).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
@@ -422,8 +423,8 @@ def test_a_killed_stub_answers_again_after_a_reload(
     clients' streams break."""
     write_triton_repository(bundled, tmp_path / "models", threads=1)
     with triton_server(triton_python, tmp_path / "models", tmp_path) as server:
-        # Enough requests that none is complete when the stub is killed: together they take long on
-        # every processor.
+        # There are so many requests that none is complete when the stub is killed, because together
+        # they take a long time on every processor.
         client = Client(triton_python, server, [{"inputs": RUNNING}] * 16, seconds=3)
         assert client.next()
         (stub,) = server.stubs()
@@ -448,7 +449,7 @@ def reload_killed(python: Path, server: TritonServer) -> None:
 
     def is_refused() -> bool:
         (answers,) = Client(python, server, [{"inputs": RUNNING}], seconds=3).all()
-        return "not healthy" in answers[0]["error"]  # a timeout until the server detects it
+        return "not healthy" in answers[0]["error"]  # requests time out until the server detects it
 
     eventually(is_refused, 60)
     ready = "/v2/models/eesd/ready"
