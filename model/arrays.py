@@ -1,5 +1,5 @@
-"""Arrays of tensors' values: element types by name, and conversions that round like torch. Needs no
-torch."""
+"""Arrays with the values of tensors. This module has the element types by name, and conversions
+that round like torch. Needs no torch."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,12 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "int64": np.dtype(np.int64),
 }
-"""Element types of tensors that are not levels, by name."""
+"""Element types, by name, of tensors that are not levels."""
 _PIECE = 1 << 17
 """Number of values that a thread converts at a time."""
 _ROWS = 16
-"""Rows to transpose at a time: the number of float32 values in a cache line of the processor."""
+"""Number of rows to transpose at a time. It is the number of float32 values in a cache line of the
+processor."""
 
 
 def in_threads(job: Callable[[Job], None], jobs: Iterable[Job]) -> None:
@@ -36,14 +37,14 @@ def in_threads(job: Callable[[Job], None], jobs: Iterable[Job]) -> None:
 
 
 def to_float32(values: Array) -> NDArray[np.float32]:
-    """The values in float32; no copy if they are float32 already."""
+    """Return the values in float32. They are not copied if they are float32 already."""
     return values.astype(np.float32, copy=False)
 
 
 @np.errstate(over="ignore")  # callers check for infinite values
 def rounded(values: Array, dtype: str) -> Array:
-    """Round the values to another type as torch does: to nearest, and from float64 to 16 bits
-    through float32."""
+    """Round the values to another type as torch does. Values are rounded to nearest. float64 is
+    rounded to 16 bits through float32."""
     if values.dtype == np.float64:
         values = to_float32(values)
     return values.astype(NUMPY_TYPES[dtype], copy=False)
@@ -67,8 +68,8 @@ def converted(values: Array, dtype: str) -> Array:
 
 
 def transposed(values: Array, dtype: str | None = None) -> Array:
-    """The contiguous transpose of a matrix, optionally in another type. It transposes some rows at
-    a time, which is several times as fast as a plain copy."""
+    """Return the contiguous transpose of a matrix, optionally in another type. Some rows are
+    transposed at a time, which is several times as fast as a plain copy."""
     if values.flags.f_contiguous and dtype in (None, values.dtype.name):
         return values.T
     found = np.empty(values.shape[::-1], values.dtype if dtype is None else NUMPY_TYPES[dtype])
@@ -95,5 +96,5 @@ def all_finite(values: Array) -> bool:
 
 
 def equal(values: Array, others: Array) -> bool:
-    """Whether two arrays are equal. Needs little memory, even for large arrays."""
+    """Whether two arrays are equal. The comparison needs little memory, even for large arrays."""
     return values.shape == others.shape and all(map(np.array_equal, values, others))

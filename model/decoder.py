@@ -38,12 +38,12 @@ rely on this order."""
 
 
 class Normalization(nn.Module):
-    """A norm: RMSNorm or LayerNorm, with statistics in float32.
+    """A norm (RMSNorm or LayerNorm) whose statistics are computed in float32.
 
     Args:
         size: Number of values.
-        wide: Whether the weight is float32, whatever the type of x. Then only the product is
-            rounded to the type of x.
+        wide: Whether the weight is float32 for any type of x. If so, only the product is rounded to
+            the type of x.
         has_bias: Whether the norm adds a bias.
     """
 
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     def operations(
         self, inputs: Inputs | None = None, caches: Sequence[KV] = ()
     ) -> TorchOperations:
-        """The operations of a pass, with a pair of caches for each layer."""
+        """Return the operations of a pass, with a pair of caches for each layer."""
         model = Model(self.geometry, NO_HEAD)
         return TorchOperations(model, self.get_submodule, inputs, dict(enumerate(caches)))
 
@@ -143,9 +143,9 @@ class ExitHead(nn.Module):
     caches, like a base layer.
 
     Attributes:
-        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is
-            for the token with the i-th id. With None, column i is for token i. Set by loading
-            weights.
+        draft_vocab: Ids of the draft vocabulary ([Vd], int64, ascending). Column i of the logits
+            belongs to the token with the i-th id. If it is None, column i belongs to token i.
+            Loading the weights sets it.
     """
 
     blocks: nn.ModuleList
@@ -188,12 +188,13 @@ class ExitHead(nn.Module):
         )
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
-        """The rows of an LM head's weight [V, hidden] that give the head's logits: the rows of the
-        draft vocabulary."""
+        """Return the rows of an LM head's weight [V, hidden] that give the head's logits. These are
+        the rows of the draft vocabulary."""
         return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
 
     def columns(self, tokens: Tensor) -> Tensor:
-        """Columns of the logits for token ids; -1 for tokens outside the draft vocabulary."""
+        """Return the columns of the logits for token ids. A token outside the draft vocabulary has
+        the column -1."""
         if self.draft_vocab is None:
             return tokens
         columns = torch.searchsorted(self.draft_vocab, tokens.long().contiguous()).clamp_max(
@@ -204,18 +205,18 @@ class ExitHead(nn.Module):
     def lm_head_input(
         self, x: Tensor, inputs: Inputs, caches: Sequence[KV], state: Tensor | None = None
     ) -> Tensor:
-        """Run blocks and norm: the input of the LM head [B, n, hidden], for the hidden state x
-        [B, n, hidden] after layer N.
+        """Run the blocks and the norm on the hidden state x [B, n, hidden] after layer N. Returns
+        the input of the LM head [B, n, hidden].
 
-        With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
-        token's root. It is added after the last attention, so no key or value depends on it: a
-        verify pass writes the same keys and values without it.
+        If the head has deep layers, ``state`` ([B, n, 2 KV D] or [B, 1, 2 KV D]) is the deep state
+        before each token's root. It is added after the last attention, so no key or value depends
+        on it, and a verify pass writes the same keys and values without it.
         """
         return self.finish(self.attend(x, inputs, caches), state)
 
     def attend(self, x: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
         """Run the part that reads other tokens, up to the last attention, for x [B, n, hidden].
-        ``caches`` are those of the blocks."""
+        ``caches`` are the caches of the blocks."""
         return attend_in_head(self._operations(inputs, caches), self.described, x)
 
     def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
@@ -227,14 +228,14 @@ class ExitHead(nn.Module):
         return o.norm(finish_head(o, o.model, x), o.model.head_norm("norm"))
 
     def deep_states(self, hidden: Sequence[Tensor]) -> Tensor:
-        """The deep states [B, n, 2 KV D] of tokens, from their hidden states after each deep layer,
-        each [B, n, hidden]."""
+        """Return the deep states [B, n, 2 KV D] of tokens. ``hidden`` has their hidden states after
+        each deep layer (each [B, n, hidden])."""
         return deep_state(self._operations(), self.described, hidden)
 
 
 def make_head(geometry: Geometry, exit_config: ExitConfig, slots: int) -> ExitHead:
-    """The modules of a head, whose parameters have no values yet. An EAGLE-3 head gets rotary
-    tables [S, D/2] in float32, for S = ``slots``."""
+    """Return the modules of a head. Their parameters have no values yet. An EAGLE-3 head gets
+    rotary tables [S, D/2] in float32, for S = ``slots``."""
     head = ExitHead(geometry, exit_config)
     if exit_config.eagle:
         tables = rotary_tables(exit_config.eagle.block, slots)

@@ -1,10 +1,11 @@
 """Read published EAGLE-3 heads: ``config.json`` and safetensors in the layouts of SafeAILab,
 SpecForge and Speculators.
 
-The layouts differ in names. SafeAILab and SpecForge call the block ``midlayer``; Speculators calls
-it ``layers.0`` and has its sizes in ``transformer_layer_config``. SpecForge numbers the layers to
-read from 0, Speculators from 1; by default they are 2, L / 2 and L - 3, numbered from 1. EAGLE-3.1
-adds norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
+The layouts differ in their names. SafeAILab and SpecForge call the block ``midlayer``; Speculators
+calls it ``layers.0`` and has its sizes in ``transformer_layer_config``. SpecForge numbers the
+layers whose states are read from 0, and Speculators numbers them from 1. By default, the layers are
+2, L / 2 and L - 3 (numbered from 1). EAGLE-3.1 adds norms, which are called ``norm_before_fc`` or
+``fc_norm``, and ``norm_output``.
 """
 
 from collections.abc import Mapping
@@ -73,8 +74,8 @@ _WITHOUT_EFFECT = (
 
 
 def is_eagle(directory: Path) -> bool:
-    """Whether a directory looks like a published EAGLE-3 head: it has a ``config.json`` with a
-    draft vocabulary."""
+    """Whether a directory looks like a published EAGLE-3 head. Such a directory has a
+    ``config.json`` with a draft vocabulary."""
     path = directory / CONFIG_FILE
     return path.is_file() and "draft_vocab_size" in read_json_object(path, "fetch the head again")
 
@@ -89,8 +90,8 @@ def read_eagle(
         directory: Directory of the head.
 
     Returns:
-        Its configuration, its tensors by this project's names, and the ids of its draft vocabulary
-        [Vd], int64, ascending; None if it predicts all tokens.
+        The head's configuration, its tensors by this project's names, and the ids of its draft
+        vocabulary ([Vd], int64, ascending). The ids are None if the head predicts all tokens.
 
     Raises:
         EESDError: The head is damaged, has parts that are not supported, or belongs to a model with
@@ -119,7 +120,7 @@ def read_eagle(
 
 
 def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, int]:
-    """The head's configuration, and the number of tokens that it predicts. Raises ValueError,
+    """Return the head's configuration and the number of tokens that it predicts. Raises ValueError,
     KeyError."""
     model = checkpoint.geometry
     kinds = fields.take("architectures", None)
@@ -153,7 +154,7 @@ def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, in
 
 
 def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
-    """The layers after which states are read, numbered from 1."""
+    """Return the layers after which states are read, numbered from 1."""
     if nested.take("use_aux_hidden_state", True) is not True:
         raise ValueError(
             "it reads the last state only, as heads before EAGLE-3 do, which is not supported"
@@ -163,7 +164,7 @@ def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
 
 
 def _read_block(fields: Fields) -> Geometry:
-    """The sizes of the block."""
+    """Return the sizes of the block."""
     kind = fields.text("model_type") or "llama"
     windows = fields.take("use_sliding_window", False) and fields.take("sliding_window", None)
     fault = first_fault(
@@ -222,8 +223,8 @@ def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
 def _draft_vocab(
     stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path
 ) -> Ids:
-    """The token of each column [Vd], int64. ``d2t`` holds the token's id minus the column's
-    number."""
+    """Return the token of each column ([Vd], int64). The tensor ``d2t`` holds the token's id minus
+    the column's number."""
     tensor = stored.get("d2t")
     if tensor is None or tensor.stored != "I64" or tensor.shape != (columns,):
         raise EESDError(
@@ -242,8 +243,8 @@ def _draft_vocab(
 def _check_embeddings(
     stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path
 ) -> None:
-    """Refuse a head whose embedding table differs from the model's by more than rounding: the head
-    is for another model, or its table was trained."""
+    """Refuse a head whose embedding table differs from the model's table by more than rounding.
+    Such a head is for another model, or its table was trained."""
     own = stored.get("embed_tokens.weight")
     models = checkpoint.tensors[EMBEDDINGS]
     if own is None:
@@ -262,7 +263,7 @@ def _check_embeddings(
 def _tensors(
     stored: Mapping[str, CheckpointTensor], geometry: Geometry, config: ExitConfig, directory: Path
 ) -> dict[str, CheckpointTensor]:
-    """The tensors by this project's names."""
+    """Return the tensors by this project's names."""
     prefix = next(
         (one for one in BLOCKS if any(name.startswith(one) for name in stored)), BLOCKS[0]
     )
@@ -297,7 +298,7 @@ def _tensors(
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name with the first matching prefix replaced."""
+    """Replace the first prefix that matches a name."""
     for prefix, to in prefixes.items():
         if name.startswith(prefix):
             return to + name.removeprefix(prefix)

@@ -1,5 +1,5 @@
-"""Mixtures of experts in checkpoints: fields that families share, and the splitting of joint
-tensors."""
+"""Read mixtures of experts in checkpoints. This module reads the fields that several families
+share, and splits joint tensors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ from eesd.model.safetensors_file import CheckpointTensor
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
 }
-"""Module names within a block, by llama.cpp's names. llama.cpp stores all experts of a layer in one
-tensor."""
+"""The names of modules within a block, by llama.cpp's names for them. llama.cpp stores all experts
+of a layer in one tensor."""
 _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 class Counts(NamedTuple):
-    """Number of experts in a layer, and number of experts that a token uses."""
+    """The number of experts in a layer and the number of experts that a token uses."""
 
     experts: int
     used: int
@@ -41,10 +41,10 @@ def take_experts(
     least: int = 1,
     names: tuple[str, str] = ("num_local_experts", "num_experts"),
 ) -> Counts:
-    """The number of experts, at least ``least``, under one of two field names, and the number that
-    a token uses.
+    """Return the number of experts (at least ``least``) and the number of experts that a token
+    uses. The first number can have two field names.
 
-    ``count`` and ``used`` are the defaults; ``...`` if required.
+    ``count`` and ``used`` are the defaults, or ``...`` if the field is required.
     """
     found = [name for name in names if name in fields.raw] or names[:1]
     counts = {fields.integer(name, count, least=least) for name in found}
@@ -62,15 +62,15 @@ def scored_experts(
     defaults: Mapping[str, Any],
     dense: Sequence[int] | None = None,
 ) -> dict[str, Experts | None]:
-    """The part of the geometry for experts that are chosen as in DeepSeek-V3: by sigmoids plus
-    biases, optionally within groups.
+    """Return the part of the geometry for experts that are chosen as in DeepSeek-V3. Their scores
+    are sigmoids plus biases, and the choice may be limited to groups.
 
     Args:
         fields: The fields of the config.
         layers: Number of layers.
-        defaults: Defaults of fields; fields without a default here are required. Fields with names
-            of EXAONE are read under these names.
-        dense: Layers without experts; None to read ``first_k_dense_replace``.
+        defaults: Defaults of fields. A field without a default is required. Fields with names of
+            EXAONE are read under the names that are used here.
+        dense: Layers without experts, or None to read ``first_k_dense_replace``.
     """
 
     def take(name: str, least: int = 1) -> Any:
@@ -107,7 +107,7 @@ def scored_experts(
 
 
 def scored_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors of these experts with the decoder's names."""
+    """Return the tensors of these experts with the decoder's names."""
     bias = r"\.mlp\.(gate\.)?e_score_correction_bias$"
     shared = (".mlp.shared_experts.", f".{SHARED}.")
     found = {
@@ -118,15 +118,16 @@ def scored_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
-    """Config fields for the numbers of experts in a GGUF file's metadata. ``more`` maps other keys
-    of the metadata to fields."""
+    """Return the fields of a config for the numbers of experts in a GGUF file's metadata. ``more``
+    maps other keys of the metadata to fields."""
     return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Split tensors that hold all experts of a layer: ``mlp.experts.gate_up_proj`` [E, 2 size, in]
-    and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in memory, or separate
-    gate and up. A tensor of another shape is not split, and its experts are reported missing."""
+    """Split tensors that hold all experts of a layer. They are ``mlp.experts.gate_up_proj``
+    [E, 2 size, in] and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in
+    memory. Gate and up can also be separate tensors. A tensor of another shape is not split, and
+    its experts are reported missing."""
     experts = geometry.experts
     if experts is None:
         return tensors

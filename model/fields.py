@@ -1,4 +1,4 @@
-"""The fields of a model's JSON files, each read with its type."""
+"""Read the fields of a model's JSON files, and check their types."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -8,8 +8,8 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is read with its type. :meth:`left` names the fields that
-    were not read.
+    """The fields of a JSON object. The methods read fields and check their types. :meth:`left`
+    names the fields that were not read.
 
     Raises:
         ValueError: A field has another type, or is out of range.
@@ -21,8 +21,8 @@ class Fields:
         self.taken: set[str] = set()
 
     def take(self, name: str, default: Any = ...) -> Any:
-        """The value of a field, of any type. A default of ``...`` means that the field is
-        required."""
+        """Return the value of a field, which can have any type. A default of ``...`` means that the
+        field is required."""
         self.taken.add(name)
         return self.raw[name] if default is ... else self.raw.get(name, default)
 
@@ -34,7 +34,7 @@ class Fields:
         least: int = 1,
         most: int = 2**63 - 1,
     ) -> Any:
-        """An integer from ``least`` to ``most``; None only if ``optional``."""
+        """Return an integer from ``least`` to ``most``. It can be None only if ``optional``."""
         value = self.take(name, default)
         if optional and value is None:
             return None
@@ -46,7 +46,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = ..., optional: bool = False) -> Any:
-        """A finite number; None only if ``optional``."""
+        """Return a finite number. It can be None only if ``optional``."""
         value = self.take(name, default)
         if optional and value is None:
             return None
@@ -62,14 +62,14 @@ class Fields:
         return value
 
     def text(self, name: str) -> str | None:
-        """A string, or None."""
+        """Return a string or None."""
         value = self.take(name, None)
         if not isinstance(value, str | None):
             raise ValueError(f"{name} is {shown(value)}, and must be a string")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None if absent."""
+        """Return one token id or several, or None if the field is absent."""
         value = self.take(name, None)
         if value is None:
             return None
@@ -80,7 +80,7 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that were not read and are not null."""
+        """The names of the fields that were not read and are not null."""
         return sorted(
             name for name, value in self.raw.items() if name not in self.taken and value is not None
         )

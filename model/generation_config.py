@@ -1,5 +1,5 @@
-"""``generation_config.json``: the sampling options of a model's authors, and the tokens that end a
-text."""
+"""Read ``generation_config.json``, which has the sampling options of a model's authors and the
+tokens that end a text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ NOT_APPLIED = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-"""Options that would change the tokens but are not applied, with the value that has no effect."""
+"""Options that would change the tokens but are not applied. Each has the value that has no
+effect."""
 GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
 
 
@@ -47,9 +48,9 @@ class GenerationConfig:
     """The parts of a ``generation_config.json`` that EESD uses.
 
     Attributes:
-        sampling: The sampling options. With ``do_sample: false``, only the repetition penalty is
-            kept, which also applies to greedy decoding.
-        eos_token_ids: Tokens that end a text; None if the file does not name them.
+        sampling: The sampling options. If ``do_sample`` is false, only the repetition penalty is
+            kept, because it also applies to greedy decoding.
+        eos_token_ids: Tokens that end a text, or None if the file does not name them.
     """
 
     sampling: SamplingDefaults

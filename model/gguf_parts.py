@@ -1,4 +1,4 @@
-"""Names of the parts of a model in several GGUF files, as llama.cpp's splitter gives them:
+"""The names of the parts of a model in several GGUF files. llama.cpp's splitter calls them
 ``NAME-00001-of-00003.gguf`` and so on."""
 
 import re
@@ -8,16 +8,17 @@ _NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 
 def part_of(path: Path, number: int, count: int) -> Path:
-    """Path of one part of a model, given another part or a whole file; ``number`` counts from 1.
-    The parts of ``NAME.gguf`` are called ``NAME-00001-of-00002.gguf`` and so on."""
+    """Return the path of one part of a model, given the path of another part or of a whole file.
+    ``number`` counts from 1. The parts of ``NAME.gguf`` are called ``NAME-00001-of-00002.gguf`` and
+    so on."""
     found = _NAME.fullmatch(path.name)
     name = found[1] if found else path.stem
     return path.with_name(f"{name}-{number:05d}-of-{count:05d}.gguf")
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """The files of a model, given the path of one file: all parts that exist, or this file
-    alone."""
+    """Return the files of a model, given the path of one file. They are all parts that exist, or
+    this file alone."""
     found = _NAME.fullmatch(path.name)
     if not found:
         return [path]

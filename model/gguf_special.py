@@ -1,8 +1,8 @@
-"""The tokens of a GGUF file that are not text, and those that end a text.
+"""Find the tokens of a GGUF file that are not text, and the tokens that end a text.
 
 A file gives the ids of only a few such tokens. llama.cpp (``src/llama-vocab.cpp``) finds the rest
-by name, and treats every token with such a name as a control token. Here the type in the file
-decides: a token of a text type stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and
+by name, and treats every token with such a name as a control token. This module goes by the type in
+the file. A token of a text type stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and
 Gemma.
 """
 
@@ -47,7 +47,8 @@ CONTROL_NAMES = _TURN_ENDS.union(_MARKS, *_CODE_ENDS.values())
 
 
 def values(fields: Fields, name: str, *kinds: type) -> list[Any]:
-    """A list in ``tokenizer.ggml`` whose values have one of these types. Raises ValueError."""
+    """Return a list in ``tokenizer.ggml``. Its values must have one of these types. Raises
+    ValueError."""
     found = fields.take(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or any(type(value) not in kinds for value in found):
         raise ValueError(
@@ -57,7 +58,8 @@ def values(fields: Fields, name: str, *kinds: type) -> list[Any]:
 
 
 def token_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """The type of each token; 1 (normal) for all if the file has none. Raises ValueError."""
+    """Return the type of each token. If the file has no types, all are 1 (normal). Raises
+    ValueError."""
     if "tokenizer.ggml.token_type" not in fields.raw:
         return [1] * len(tokens)
     types = values(fields, "token_type", int)
@@ -67,10 +69,11 @@ def token_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
 
 
 def end_tokens(fields: Fields) -> list[int]:
-    """The tokens that end a text: those whose ids are in the file, then those found by name.
+    """Return the tokens that end a text. Tokens whose ids are in the file come first, then tokens
+    that are found by name.
 
-    A token found by name counts if its type is control, or if the chat template contains it: some
-    files call the ends of turns user-defined.
+    A token that is found by name ends a text if its type is control, or if the chat template
+    contains it, because in some files the tokens at the ends of turns have the type user-defined.
 
     Raises:
         ValueError: The metadata are damaged.
@@ -102,8 +105,8 @@ def _given(fields: Fields, keys: Sequence[str]) -> list[int]:
 
 
 def _inner(ends: dict[str, int]) -> set[int]:
-    """Tokens that end only a part of a turn, as the presence of other end tokens shows: ``<|end|>``
-    ends a message of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
+    """Return the tokens that do not end a turn if some other end tokens exist. ``<|end|>`` ends
+    only a message of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
     inner = set[str]()
     if ends.keys() & {"<|call|>", "<|calls|>"} and ends.keys() & {"<|return|>", "<|flush|>"}:
         inner.add("<|end|>")

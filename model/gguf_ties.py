@@ -1,8 +1,8 @@
 """Equal scores in a SentencePiece vocabulary.
 
-Among neighbours whose tokens share the best score, llama.cpp merges the leftmost. The tokenizers
-library supports only a fixed order of merges, so equal scores must be ordered, too. If the order
-can change tokens, the file is refused.
+If several pairs of neighbours have the best score, llama.cpp merges the leftmost pair. The
+tokenizers library supports only a fixed order of merges, so even merges with equal scores must have
+an order. If the order can change tokens, the file is refused.
 """
 
 from collections import Counter, defaultdict
@@ -17,13 +17,13 @@ from eesd.common.checks import shown
 
 
 def check_ties(scores: Mapping[str, float], model: BPE) -> None:
-    """Check that equal scores give the tokens of llama.cpp.
+    """Check that equal scores lead to the same tokens as in llama.cpp.
 
     Llama 2 and Mistral give all runs of spaces the same score. For runs of one character with equal
     scores, the results of both programs are compared.
 
     Args:
-        scores: The scores of the pieces that merges make, without special tokens.
+        scores: Scores of the pieces that merges produce, without special tokens.
         model: Merges pieces in the order of their scores.
 
     Raises:
@@ -55,13 +55,13 @@ def check_ties(scores: Mapping[str, float], model: BPE) -> None:
 
 
 def cuts(piece: AnyStr) -> Iterator[tuple[AnyStr, AnyStr]]:
-    """All ways to cut a piece in two."""
+    """Return all ways to cut a piece in two."""
     return ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
 
 
 def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Pairs of pieces in which merging one first can prevent the other: pieces that overlap, and a
-    piece together with a better piece that contains it."""
+    """Yield pairs of pieces for which merging one of them first can prevent the other. The two
+    pieces overlap, or one is contained in a piece with a better score."""
     begins = defaultdict(set)
     for piece in tied:
         for left, _ in cuts(piece):
@@ -78,7 +78,7 @@ def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[s
 
 
 def _leftmost_first(text: str, scores: Mapping[str, float]) -> list[str]:
-    """The pieces of a text, merged as llama.cpp does."""
+    """Return the pieces of a text after merges as in llama.cpp."""
     pieces = list(text)
     while True:
         pairs = (left + right for left, right in pairwise(pieces))

@@ -65,8 +65,8 @@ def find_model(name: str, weights: bool = True) -> Path:
 
 
 def find_head(name: str) -> Path:
-    """Find the directory of an exit head: a local one, or a Hugging Face id, whose JSON and
-    safetensors files are downloaded as by :func:`find_model`.
+    """Find the directory of an exit head, given a local directory or a Hugging Face id. The JSON
+    and safetensors files of an id are downloaded as in :func:`find_model`.
 
     Raises:
         EESDError: The head cannot be downloaded.
@@ -83,7 +83,7 @@ def find_head(name: str) -> Path:
 
 
 def _downloaded(repository: str, what: str, included: list[str], excluded: list[str]) -> Path:
-    """A repository's files in the hub's cache."""
+    """Return the directory of a repository's files in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

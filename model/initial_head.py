@@ -1,5 +1,5 @@
-"""The initial parameters of an untrained exit head, taken from the base model, and the models that
-can have a head. Needs no torch."""
+"""The initial parameters of an untrained exit head, which come from the base model, and the check
+whether a model can have a head. Needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,12 +42,12 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
 
 
 def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the base parameters for each parameter of an untrained head. :func:`joined` combines
-    several into one.
+    """Return the names of the base parameters for each parameter of an untrained head.
+    :func:`joined` combines several parameters into one.
 
-    The blocks start from the last E layers, the norm from the final norm, and a separate LM head
-    from the base model's. If a layer has experts, a block's MLP starts from the first of them, up
-    to the MLP's width.
+    The blocks start from the last E layers, the norm starts from the final norm, and a separate LM
+    head starts from the base model's LM head. If a layer has experts, a block's MLP starts from the
+    layer's first experts, up to the MLP's width.
     """
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if geometry.norm_bias:
@@ -70,7 +70,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
 
 
 def _block_shapes(geometry: Geometry, exit_config: ExitConfig, index: int) -> dict[str, Shape]:
-    """Name and shape of every weight of a block of the head."""
+    """Return the name and the shape of every weight of a block of the head."""
     return block_weights(replace(Model(geometry, exit_config).exit_block(index), prefix=""))
 
 
@@ -78,7 +78,7 @@ def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: E
     """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
     Experts are joined side by side, as if a token used all of them with the same weight. A narrower
-    MLP takes their first rows. Missing rows are 0, which adds nothing.
+    MLP takes their first rows. If rows are missing, they are 0 and add nothing.
     """
     _, _, of_block = name.partition("blocks.")
     index, _, within = of_block.partition(".")

@@ -1,4 +1,4 @@
-"""The inputs of a pass: positions, a causal mask, empty caches."""
+"""Make the inputs of a pass, which are positions, a causal mask, and empty caches."""
 
 import torch
 
@@ -11,7 +11,7 @@ from eesd.model.torch_ops import KV, Inputs
 def causal_inputs(
     geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0
 ) -> Inputs:
-    """Inputs for consecutive tokens, each of which sees itself and all earlier slots (float32).
+    """Return float32 inputs for consecutive tokens. Each token sees itself and all earlier slots.
 
     Args:
         geometry: Geometry of the model.
@@ -34,6 +34,7 @@ def causal_inputs(
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, caches: int | None = None) -> list[KV]:
-    """Create ``caches`` zero-filled caches; None for the number of caches of the base layers."""
+    """Create zero-filled caches. If ``caches`` is None, the number of caches is that of the base
+    layers."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(caches or geometry.num_caches)]

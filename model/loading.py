@@ -1,4 +1,4 @@
-"""Torch modules with the weights of a checkpoint, and loading and saving exit heads."""
+"""Create torch modules with the weights of a checkpoint, and load and save exit heads."""
 
 from pathlib import Path
 
@@ -35,7 +35,8 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> 
 def make_initial_head(
     checkpoint: Checkpoint, exit_config: ExitConfig, draft_vocab: Ids | None = None
 ) -> ExitHead:
-    """Create an untrained exit head from the base model's last layers. Only their tensors are read.
+    """Create an untrained exit head from the base model's last layers. Only the tensors of these
+    layers are read.
 
     ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
     """
@@ -57,8 +58,8 @@ def make_initial_head(
 
 
 def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
-    """Random projections to the deep state, and a zero projection back, so that it adds nothing
-    yet."""
+    """Return the first weights of the deep layers. The projections to the deep state are random.
+    The projection back is zero, so that the deep state adds nothing yet."""
     hidden = geometry.hidden_size
     width = geometry.cache_columns
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,9 @@
-"""Read the rotary embedding of a ``config.json``: base, scaling, and number of positions.
+"""Read the base, the scaling and the number of positions of the rotary embedding from a
+``config.json``.
 
-transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. If
-both versions' fields exist, ``rope_scaling`` wins, and ``rope_parameters`` is ignored completely,
-including its theta.
+transformers 5 stores ``rope_parameters``, and transformers 4 stores ``rope_theta`` and
+``rope_scaling``. If both versions' fields exist, ``rope_scaling`` wins, and ``rope_parameters`` is
+ignored completely, including its theta.
 """
 
 import math
@@ -22,9 +23,10 @@ class Rope:
     Attributes:
         theta: Base of the frequencies.
         scaling: Scaling of the frequencies, or None.
-        positions: Number of positions that the model supports with constant frequencies: keys in
-            the KV cache must stay valid when a text grows.
-        rotated: Number of pairs of a head's values that are rotated; 0 for all.
+        positions: Number of positions that the model supports with constant frequencies. The
+            frequencies must be constant, because keys in the KV cache must stay valid when a text
+            grows.
+        rotated: Number of pairs of a head's values that are rotated, or 0 for all.
         notices: Sentences about values that are ignored.
     """
 
@@ -114,7 +116,8 @@ def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
 
 
 def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``rope_scaling`` or, without it, ``rope_parameters``; and a sentence if both exist."""
+    """Return ``rope_scaling``, or ``rope_parameters`` if there is no ``rope_scaling``. If both
+    exist, also return a sentence about it."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.take(name, None)
@@ -138,7 +141,7 @@ def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _scaling(
     own: Fields, kind: str, theta: float, positions: int, pairs: int
 ) -> RopeScaling | None:
-    """The scaling of the frequencies, from the fields of the rotary embedding."""
+    """Return the scaling of the frequencies, given the fields of the rotary embedding."""
     if kind == "default":
         return None
     if kind == "dynamic":
@@ -196,7 +199,8 @@ def _longrope(own: Fields, original: int, positions: int, pairs: int) -> RopeSca
 
 
 def _positive(own: Fields, name: str, default: float | None = None) -> float:
-    """A number in a plausible range. 0 and null mean the default, if there is one."""
+    """Return a number in a plausible range. 0 and null stand for the default, if there is a
+    default."""
     has_default = default is not None
     value: float | None = own.number(name, None if has_default else ..., optional=has_default)
     if default is not None and not value:
@@ -207,8 +211,8 @@ def _positive(own: Fields, name: str, default: float | None = None) -> float:
 
 
 def _attention_factor(own: Fields, factor: float) -> float:
-    """The factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071), unless the config
-    has one."""
+    """Return the factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071). It is
+    computed if the config does not have it."""
     given: float | None = own.number("attention_factor", None, optional=True)
     scale, scale_all = (
         own.number(name, None, optional=True) for name in ("mscale", "mscale_all_dim")

@@ -18,8 +18,9 @@ Floats = NDArray[np.float32]
 
 @np.errstate(all="ignore")  # the base can be any number
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
-    """Compute cos and sin [length, D/2] in float32 with the geometry's scaling; [length, D] with a
-    local base: columns of full layers, then of sliding layers.
+    """Compute cos and sin (float32) with the geometry's scaling. The tables are [length, D/2]. If
+    sliding layers have a local base, they are [length, D]. The columns of full layers come first,
+    then those of sliding layers.
 
     Values of a head that are not rotated have the angle 0.
     """
@@ -43,19 +44,19 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
 
 
 def frequencies(theta: float, size: int) -> Floats:
-    """The frequencies [size/2] of a rotary embedding of ``size`` values without scaling."""
+    """Return the frequencies [size/2] of a rotary embedding of ``size`` values without scaling."""
     return np.reciprocal(_powers(theta, size))
 
 
 def _powers(theta: float, size: int) -> Floats:
-    """Powers [size/2] of the base, which is rounded to float32 first, as in torch."""
+    """Return powers [size/2] of the base. As in torch, the base is rounded to float32 first."""
     exponents = np.arange(0, size, 2, dtype=np.float32) / size
     powers: Floats = np.power(np.float32(theta), exponents, dtype=np.float64).astype(np.float32)
     return powers
 
 
 def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
-    """The frequencies of the rotated pairs of values, and the factor of cos and sin."""
+    """Return the frequencies of the rotated pairs of values and the factor of cos and sin."""
     size = 2 * geometry.rotated or geometry.rotary_dim
     scaling = geometry.rope_scaling
     found = frequencies(geometry.rope_theta, size)
@@ -97,11 +98,12 @@ def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
 
 
 def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floats:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies in a range
-    of dimensions."""
+    """Blend slowed and original frequencies in a range of dimensions (YaRN, Peng et al. 2023, arXiv
+    2309.00071)."""
 
     def dimension(turns: float) -> float:
-        """The dimension whose angle makes this number of turns within the original positions."""
+        """Return the dimension whose angle makes this number of turns within the original
+        positions."""
         return (size * math.log(scaling.original_max_position / (turns * 2 * math.pi))) / (
             2 * math.log(theta)
         )

@@ -1,7 +1,7 @@
 """Read safetensors files tensor by tensor.
 
-Plain reads replace safetensors' memory maps: mapped pages count as resident memory, and plain reads
-keep the peak at one tensor. Tensors are read only on demand.
+Plain reads replace the memory maps of safetensors. Mapped pages would count as resident memory, and
+plain reads keep the peak at the size of one tensor. Tensors are read only on demand.
 """
 
 import json
@@ -68,8 +68,8 @@ class CheckpointTensor:
         return self.checked(self.read_bytes().view(dtype).reshape(self.shape))
 
     def checked(self, values: Array) -> Array:
-        """These values, if all are finite. Raises :class:`EESDError` if a value is infinite or
-        NaN."""
+        """Return these values if all are finite. Raises :class:`EESDError` if a value is infinite
+        or NaN."""
         if not all_finite(values):
             raise EESDError(
                 f"{self.path}: the tensor {self.name} has values that are not finite numbers; "
@@ -78,8 +78,8 @@ class CheckpointTensor:
         return values
 
     def read_bytes(self, length: int | None = None) -> NDArray[np.uint8]:
-        """Read the first ``length`` bytes of the tensor, or all, whatever its type. Raises
-        :class:`EESDError` if the file is truncated."""
+        """Read the first ``length`` bytes of the tensor, or all bytes. The tensor can have any
+        type. Raises :class:`EESDError` if the file is truncated."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = np.empty(self.nbytes if length is None else min(length, self.nbytes), np.uint8)
@@ -88,7 +88,7 @@ class CheckpointTensor:
         return data
 
     def rows(self, start: int, stop: int) -> "CheckpointTensor":
-        """Some rows, as a tensor over bytes of the same file."""
+        """Return some rows as a tensor over bytes of the same file."""
         row = self.nbytes // max(self.shape[0], 1)
         return replace(
             self,
@@ -103,8 +103,8 @@ class CheckpointTensor:
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
-    """Find the tensors of a safetensors file: 8 bytes with the length of the header, then the
-    header in JSON, then the data.
+    """Find the tensors of a safetensors file. The file has 8 bytes with the length of the header,
+    then the header in JSON, then the data.
 
     Raises:
         EESDError: The file is missing, truncated or damaged, or has another format.

@@ -1,5 +1,5 @@
-"""``tekken.json``, the tokenizer in Mistral's format: byte sequences in the order of their merges,
-a rule for cutting texts, and special tokens before all others."""
+"""Read ``tekken.json``, the tokenizer in Mistral's format. It has byte sequences in the order of
+their merges, a rule for cutting texts, and special tokens, whose ids come before all others."""
 
 from base64 import b64decode
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 
 def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer as transformers makes it from the file. No token is added before or after a
-    text.
+    """Return the tokenizer that transformers makes from the file. No token is added before or after
+    a text.
 
     Raises:
         Exception: The file is damaged. The type of the exception varies.

@@ -1,5 +1,5 @@
-"""The text model of a checkpoint that also reads images: its part of ``config.json``, and its
-tensors. Its other parts are left out."""
+"""Read the text model of a checkpoint that also reads images. The text model has a part of
+``config.json`` and some of the tensors. The other parts of the checkpoint are left out."""
 
 import re
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ WHOLES = {
         "Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}, tied=False
     ),
 }
-"""Models with several parts, by ``model_type``."""
+"""Models with several parts, by their ``model_type``."""
 _TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.|model\.(?=embed_tokens\.|layers\.|norm\.))"
     r"|language_model\.(?=lm_head\.)"
@@ -77,7 +77,7 @@ _OF_WHOLE = (
     *("model_type", "architectures", "vision_config", "image_token_id", "video_token_id"),
     *("vision_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
-"""Fields of the whole model alone, in a config without parts."""
+"""Fields that concern only the whole model, in a config without parts."""
 _OF_ALL_PARTS = (
     *("dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
     *("quantization_config", "compression_config", "transformers_weights"),
@@ -86,8 +86,8 @@ _OF_ALL_PARTS = (
 
 
 def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's fields in a ``config.json``, and the class of the whole model. For a text
-    model, all fields and an empty name.
+    """Return the text model's fields in a ``config.json`` and the class of the whole model. For a
+    plain text model, return all fields and an empty name.
 
     Raises:
         ValueError: The text model has another type, or there is no text model.
@@ -117,7 +117,8 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def text_tensors(stored: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """The text model's tensors in a model with several parts, named as in a text model."""
+    """Return the text model's tensors in a model with several parts, with the names that they have
+    in a plain text model."""
     found = {}
     for name, tensor in stored.items():
         prefix = _TEXT.match(name)

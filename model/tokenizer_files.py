@@ -1,9 +1,10 @@
-"""Write the tokenizer of a model, as transformers loads it, to files that need no transformers.
+"""Write the tokenizer of a model to files that can be read without transformers. The tokenizer is
+the one that transformers would load.
 
 transformers does not always use ``tokenizer.json`` unchanged: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes add special tokens, and some
 files override other files. This module has the rules of version 5 for the classes of the supported
-families, and for a ``tekken.json``, so their tokenizers need only the tokenizers library.
+families and for a ``tekken.json``. Their tokenizers therefore need only the tokenizers library.
 transformers itself loads all other directories, such as those with another class, an unknown field
 or no ``tokenizer.json``. All readers of the written files get the same token ids. The tokenizer of
 a GGUF file is made from its metadata.
@@ -39,7 +40,8 @@ _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", TEKKEN_FILE)
 """Files of tokenizers. A model without any of these files has no tokenizer."""
 _REMEDY = "correct its files, config.json among them, or move them away to use token ids alone"
 _AS_IT_STANDS = "TokenizersBackend"
-"""The class that uses ``tokenizer.json`` unchanged; also named ``PreTrainedTokenizerFast``."""
+"""The class that uses ``tokenizer.json`` unchanged. Its other name is
+``PreTrainedTokenizerFast``."""
 CLASS_OF_TYPE = (
     dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2", "seed_oss", "exaone4"))
     | dict.fromkeys(("apertus", "arcee", "cwm", "gemma4", "gemma4_text", "gpt_oss", "vaultgemma"))
@@ -56,7 +58,7 @@ CLASS_OF_TYPE = (
     | dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer")
     | {"olmoe": "GPTNeoXTokenizer"}
 )
-"""The class that transformers registers for a ``model_type``; None if there is none."""
+"""For a ``model_type``, the class that transformers registers, or None if it registers no class."""
 OVERRULED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose registered class replaces the class named in their files."""
 _INERT = {
@@ -102,23 +104,25 @@ class _Loaded:
 
 
 def resolved_tokenizer(model: Path) -> dict[str, bytes]:
-    """Make the files of a tokenizer and its chat template, as ``AutoTokenizer`` of transformers
-    loads them, or from a GGUF file.
+    """Make the files of a tokenizer and its chat template. They are as ``AutoTokenizer`` of
+    transformers would load them, or come from a GGUF file.
 
     No code of the model runs, and nothing is downloaded. A tokenizer that transformers cannot load
-    is refused: used unchanged, it might give other token ids than the training used.
+    is refused, because its unchanged files might give other token ids than those that the training
+    used.
 
     Args:
-        model: Directory of the model, or a GGUF file, whose metadata have the tokenizer.
+        model: Directory of the model, or a GGUF file (whose metadata have the tokenizer).
 
     Returns:
-        Contents of ``tokenizer.json``, ``tokenizer_config.json`` and, if the model has a template,
-        ``chat_template.jinja``, by name. Empty if it has no tokenizer.
+        The contents of ``tokenizer.json`` and ``tokenizer_config.json`` by name. If the model has a
+        template, they include ``chat_template.jinja``. The dictionary is empty if the model has no
+        tokenizer.
 
     Raises:
-        EESDError: The tokenizer cannot be loaded, needs transformers, which is not installed, or
-            does not belong to the tokenizers library; or the kind of a GGUF file's tokenizer is
-            unknown.
+        EESDError: The tokenizer cannot be loaded, or does not belong to the tokenizers library. It
+            may need transformers, which is not installed, or a GGUF file may have an unknown kind
+            of tokenizer.
     """
     if model.is_file():
         file = read_gguf(model)
@@ -196,8 +200,8 @@ def _files(backend: Tokenizer, config: dict[str, Any], template: str | None) -> 
 
 
 def _by_transformers(model: Path) -> _Loaded:
-    """Load a tokenizer with transformers. Its import takes seconds, and its messages are
-    suppressed."""
+    """Load a tokenizer with transformers. The import of transformers takes seconds, and its
+    messages are suppressed."""
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -263,13 +267,13 @@ def _by_rules(model: Path) -> _Loaded:
 
 
 def _object(model: Path, name: str) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
+    """Return the object in a JSON file. It is empty if there is no file."""
     path = model / name
     return read_json_object(path, _REMEDY) if path.exists() else {}
 
 
 def _class(model: Path, config: dict[str, Any]) -> str:
-    """The class that transformers uses for a directory."""
+    """Return the class that transformers uses for a directory."""
     described = _object(model, "config.json")
     model_type: Any = described.get("model_type")
     given: Any = config.get("tokenizer_class")
@@ -302,7 +306,7 @@ def _require(known: bool) -> None:
 
 
 def _added_tokens(config: dict[str, Any], source: dict[str, Any]) -> dict[int, AddedToken]:
-    """Added tokens by id. Those of ``tokenizer_config.json`` override those of
+    """Return the added tokens by id. The tokens in ``tokenizer_config.json`` override the tokens in
     ``tokenizer.json``."""
     if "added_tokens_decoder" not in config:
         tokens: Any = source.get("added_tokens")
@@ -333,7 +337,7 @@ def _token(value: Any) -> _Token | None:
 def _special_tokens(
     model: Path, config: dict[str, Any], added: dict[int, AddedToken]
 ) -> tuple[dict[str, _Token | None], list[_Token]]:
-    """The named special tokens in the files, and all other special tokens."""
+    """Return the named special tokens in the files and all other special tokens."""
     names = {name for name in config if name.endswith("_token")}
     _require(config.keys() <= _INERT | _READ | names)
     _require(isinstance(config.get("split_special_tokens", False), bool))
@@ -361,7 +365,8 @@ def _special_tokens(
 
 
 def _special_tokens_map(model: Path) -> dict[str, Any]:
-    """Fields of ``special_tokens_map.json``, which override those of ``tokenizer_config.json``."""
+    """Return the fields of ``special_tokens_map.json``. They override the fields of
+    ``tokenizer_config.json``."""
     fields = _object(model, "special_tokens_map.json")
     _require(fields.keys() <= {*SPECIAL_TOKENS, "additional_special_tokens"})
     _require(not (model / "added_tokens.json").exists())
@@ -394,8 +399,8 @@ def _add_tokens(
 
 
 def _templates(model: Path, given: Any) -> dict[str, str]:
-    """Chat templates by name. Separate template files replace ``given``, the templates in
-    ``tokenizer_config.json``."""
+    """Return the chat templates by name. The templates in ``tokenizer_config.json`` are ``given``.
+    Separate template files replace them."""
     files = {"default": model / "chat_template.jinja"}
     files |= {
         path.name.removesuffix(".jinja"): path
@@ -415,7 +420,7 @@ def _templates(model: Path, given: Any) -> dict[str, str]:
 
 
 def _backend(model: Path, source: dict[str, Any], kind: str, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer before tokens are added."""
+    """Return the tokenizer before tokens are added."""
     path = model / "tokenizer.json"
     sentence = f"The tokenizer in {model} cannot be loaded"
     if kind == _AS_IT_STANDS:
