@@ -74,7 +74,8 @@ def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.f
 def on_device(
     sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int
 ) -> NDArray[np.float64]:
-    """Choices made from the logits by the work that the sampler prepares for a device."""
+    """Returns the choices that are made from the logits by the work that the sampler prepares for a
+    device."""
     choose = sampler.chooser(nodes, count)
     with torch.inference_mode():
         chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
@@ -82,8 +83,8 @@ def on_device(
 
 
 def chain(tokens: list[int]) -> list[Node]:
-    """A root and a chain of nodes. No node has children: each is judged as if it were the last
-    node."""
+    """Returns a root and a chain of nodes. The nodes have no children, so each node is judged as if
+    it were the last node."""
     nodes = [Node(COMMITTED[-1], index=0)]
     for token in tokens:
         nodes.append(Node(token, nodes[-1], nodes[-1].depth + 1, index=len(nodes)))
@@ -91,8 +92,8 @@ def chain(tokens: list[int]) -> list[Node]:
 
 
 def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
-    """The verifier's tokens are those of the host. Returns the number of choices that the device
-    marked as certain."""
+    """Check that the verifier's tokens are the tokens of the host. Returns the number of choices
+    that the device marked as certain."""
     host, device = (make_sampler(sampling, logits.shape[1]) for _ in range(2))
     nodes = chain([2, 0, 1][: len(logits) - 1])
     certain = 0
@@ -119,7 +120,8 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     whole=st.booleans(),
 )
 def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, whole: bool) -> None:
-    """The noise is equal with a column for each token, and with a column for every third token."""
+    """The noise is the same if each token has a column, and if only every third token has a
+    column."""
     from eesd.runtime.decoding.device_noise import noisy_best
 
     scores = torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE)
@@ -201,7 +203,7 @@ def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, val
 
 
 def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:
-    """Whether proposals are the same up to rounding."""
+    """Returns whether the proposals are the same up to rounding."""
     same = [one.token for one in ours] == [other.token for other in theirs]
     return same and np.allclose(
         [one[1:] for one in ours], [other[1:] for other in theirs], rtol=1e-9, atol=1e-9
@@ -209,8 +211,8 @@ def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:
 
 
 def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
-    """The draft's proposals are those of the host, in two rounds. More tokens precede the second
-    round."""
+    """Check in two rounds that the draft's proposals are the proposals of the host. More tokens
+    precede the second round."""
     host, device = (make_sampler(sampling, 97, columns) for _ in range(2))
     for tokens in (COMMITTED, [*COMMITTED, 9, 8, 7]):
         nodes = chain([2, 60, 1])
@@ -236,8 +238,8 @@ def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
 
 
 def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
-    """In plain greedy decoding, the engine gives the best token; with constraints, the host
-    chooses."""
+    """In plain greedy decoding, the engine itself gives the best token. If there are constraints,
+    the host chooses the token."""
     for sampler in (
         make_sampler(Sampling(), 97),
         make_sampler(Sampling(temperature=1.0), 97, allowed=lambda _: None),

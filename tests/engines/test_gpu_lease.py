@@ -1,5 +1,5 @@
-"""``lab.lease`` rehearsed on the CPU: its requirements, the endings of its steps, and its
-continuation after a stop."""
+"""Tests that rehearse ``lab.lease`` on the CPU. They check its requirements, how its steps end, and
+that it continues after a stop."""
 
 import json
 import os

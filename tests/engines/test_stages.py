@@ -1,5 +1,5 @@
-"""``eesd-export --stages``: a verify graph in stages gives the same tokens as the graph in one
-piece."""
+"""Tests of ``eesd-export --stages``. A verify graph in stages gives the same tokens as the graph in
+one piece."""
 
 import shutil
 from collections.abc import Callable
@@ -56,8 +56,8 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the engines of a family in a given number of stages. Tests must not
-    change them."""
+    """Returns a function that gives the engines of a family in a given number of stages. Tests must
+    not change them."""
 
     @cache
     def directory(family: str, stages: int, *options: object) -> Path:
@@ -71,7 +71,7 @@ SPLITS = [
     (2, 3),
     *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 4), (2, 2), (3, 2))),
 ]
-"""Exit layer and number of stages. A stage may end at the exit."""
+"""Each pair has the exit layer and the number of stages. A stage may end at the exit."""
 
 
 def layers_of(manifest: Manifest) -> list[int]:
@@ -108,8 +108,8 @@ def test_stages_give_the_tokens_of_one_stage(
 def split(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Harness, Harness]:
-    """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may
-    end at the exit."""
+    """A four-layer model with an exit head of two blocks. The first harness has the verify graph in
+    one piece, and the second has it in stages. A stage may end at the exit."""
     layer, stages = request.param
     directory = tmp_path_factory.mktemp("split")
     model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
@@ -199,8 +199,8 @@ def split_sizes(checkpoint: Checkpoint, layer: int, stages: int) -> list[int]:
 
 
 def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
-    """Bytes of weights on each device, from the checkpoint's tensors. The draft is on the first
-    device, where a tied table counts only once."""
+    """Returns the bytes of the weights on each device. They are computed from the checkpoint's
+    tensors. The draft is on the first device, where a tied table counts only once."""
     size = {name: tensor.nbytes for name, tensor in checkpoint.tensors.items()}
     layer = sum(nbytes for name, nbytes in size.items() if ".layers.0." in name)
     head = (

@@ -35,8 +35,8 @@ NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float16 engine directory with packed layers, biases, a tied LM head, and a copy of the LM
-    head for the draft."""
+    """A float16 engine directory. It has packed layers, biases, a tied LM head, and a copy of the
+    LM head for the draft."""
     output = tmp_path_factory.mktemp("quantized") / "plans"
     options = (
         "--dtype",
@@ -145,8 +145,8 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
 def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
     found: dict[str, Any],
 ) -> None:
-    """Results agree for prompts, chains, trees and rows, with kept levels and with fused blocks. If
-    all levels are kept, calls of any number of nodes have equal bits."""
+    """The results agree for prompts, chains, trees and several rows. This holds with kept levels
+    and with fused blocks. If all levels are kept, calls of any number of nodes have equal bits."""
     assert len(found["engines"]) == 5 and found["bits"] == [True, None, None, None, None]
     for engines in found["engines"]:
         assert len(engines["difference"]) == 9
@@ -156,7 +156,7 @@ def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
 
 @NEEDS_TRITON
 def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, Any]) -> None:
-    """Only the LM head of the draft is a copy, in fewer bits."""
+    """Only the LM head of the draft is a copy, and this copy has fewer bits."""
     engines = found["engines"][0]
     head = "exit_head.blocks.0"
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -185,7 +185,7 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
     found = run(COMPILED)
     compiled = found["products"]
     assert len(compiled) == 4 and len(found["others"]) == 14
-    # Shared memory at compute capability 8.6, and at 9.0.
+    # These are the sizes of shared memory at compute capability 8.6 and 9.0.
     assert max(found["others"][::2]) <= 99 * 1024 and max(found["others"][1::2]) <= 227 * 1024
     for name, kernel in compiled.items():
         assert kernel["shared"] <= 99 * 1024, name
@@ -221,7 +221,8 @@ def fails(*_: object) -> torch.Tensor:
 
 
 def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
-    """The weight [in, out], dequantized by definition from words of 4-bit levels."""
+    """Returns the weight [in, out], dequantized from words of 4-bit levels as the format defines
+    it."""
     blocks, outputs = weight.scales.shape
     levels = [
         [

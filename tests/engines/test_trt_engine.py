@@ -1,5 +1,5 @@
-"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). test_gpu.py
-runs real plans on a GPU."""
+"""Tests of the TensorRT engine with a fake of TensorRT's Python API (support/fake_tensorrt.py).
+test_gpu.py runs real plans on a GPU."""
 
 import gc
 import importlib.util
@@ -64,8 +64,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The engine directory of a four-layer model with plans, by its number of stages. Copy it
-    before changing anything."""
+    """Returns a function that takes a number of stages and gives the engine directory of a
+    four-layer model, with plans. Copy it before changing anything."""
     root = tmp_path_factory.mktemp("stages")
     model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0)
 
@@ -153,8 +153,8 @@ def test_every_version_of_tensorrt_gives_the_tokens_of_onnx_runtime(
 def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(
     staged: Callable[[int], Path],
 ) -> None:
-    """A plan of the draft takes one node; ONNX Runtime takes the level and its children in one
-    call."""
+    """A plan of the draft takes one node per call. ONNX Runtime takes the level and its children in
+    one call."""
     found = []
     mask = np.array(
         [[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=bool
@@ -218,7 +218,7 @@ def test_calls_are_padded_to_buckets_prepared_before_the_first_round(
 def test_one_kernel_computes_every_token_whatever_is_drafted(
     staged: Callable[[int], Path], exact: bool | None
 ) -> None:
-    """Rounds, trees, plain decoding and the last slots of the cache run in one context; only
+    """Rounds, trees, plain decoding and the last slots of the cache run in one context. Only
     prompts have another context."""
     directory = staged(1)
     expected = eesd.load(directory, "ort", speculation=None, threads=1)
@@ -255,8 +255,8 @@ def few_slots(
 def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
 ) -> None:
-    """For a different number of slots, other kernels may run, so a round ends before a token that
-    plain decoding computes with a different number."""
+    """If the number of slots changes, other kernels may run. A round therefore ends before a token
+    that plain decoding computes with a different number of slots."""
     passes: list[int] = []
     original = DeviceEngine._step
 
@@ -277,8 +277,8 @@ def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     llm = eesd.load(few_slots, "tensorrt", speculation=speculation)
 
     def run_through(prompt: list[int], draft: bool) -> tuple[list[int], dict[int, int]]:
-        """The text's tokens, and for each position the number of slots that the pass over its token
-        read."""
+        """Returns the tokens of the text. The second result maps each position to the number of
+        slots that the pass over its token read."""
         read: dict[int, int] = {}
         with llm.session(prompt, max_new_tokens=200, draft=draft, ignore_eos=True) as session:
             while session.finish_reason is None:
@@ -452,8 +452,8 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(
 
 
 def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
-    """With equal addresses the copy would be an error, and with different addresses the cache would
-    never be written."""
+    """If the addresses were equal, the copy would be an error. If they were different, the cache
+    would never be written."""
     directory = staged(1)
     host = fake.host_of(directory)
     host.draft._copied.add("value_0")
@@ -529,8 +529,8 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
 def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(
     staged: Callable[[int], Path], stages: int
 ) -> None:
-    """An embedded LLM needs no TensorRT library: none is installed here. The memory may be a buffer
-    for each layer."""
+    """An embedded LLM needs no TensorRT library, and none is installed here. The memory may consist
+    of a buffer for each layer."""
     directory = staged(stages)
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(
         PROMPTS[1], max_new_tokens=60
@@ -587,7 +587,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    # Memory of another library becomes a tensor at any address.
+    # The memory of another library becomes a tensor, whatever its address is.
     (fine,) = kv_memory(directory)
     odd = torch.from_numpy(np.zeros(fine.numel() + 1, np.float32)[1:]).view(fine.shape)
     for memory, words in (
@@ -633,7 +633,7 @@ def test_inputs_at_an_odd_address_are_refused(
 
 
 def stream_of(handle: int, gpu: int = 0) -> Any:
-    """A stand-in for a stream of the service."""
+    """Returns a stand-in for a stream of the service."""
     return SimpleNamespace(cuda_stream=handle, device_index=gpu)
 
 
@@ -691,7 +691,7 @@ def test_real_library_without_a_driver_ends_in_one_error_line(
     assert_refused(
         run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver"
     )
-    # A TypeError, which pybind11 raises if the library returns a null pointer.
+    # This is a TypeError, which pybind11 raises if the library returns a null pointer.
     monkeypatch.setattr(real, "Runtime", len)
     assert_refused(
         run(main, *options), "tensorrt-rtx", "gives no Runtime here", "update the NVIDIA driver"
@@ -711,12 +711,12 @@ def edited(change: Callable[[bytes], bytes], name: str = "verify.plan") -> Damag
 
 
 def stripped(damage: Damage) -> Damage:
-    """The same damage to a directory of plans without weights."""
+    """Returns a function that does the same damage to a directory whose plans have no weights."""
     return lambda directory: (fake.write_plans(directory, stripped=True), damage(directory))
 
 
 def with_old_weights(directory: Path) -> None:
-    """Write other weights, and keep the file's modification time."""
+    """Write other weights without changing the file's modification time."""
     weights = directory / "weights.bin"
     written = weights.stat().st_mtime_ns
     weights.write_bytes(weights.read_bytes()[::-1])

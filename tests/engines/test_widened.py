@@ -1,6 +1,6 @@
-"""16-bit engine directories on the CPU. This project's operators read 16-bit weights, and give the
-results of a float32 directory. Checks widen the weights in memory for ONNX Runtime's own
-operators."""
+"""Tests of 16-bit engine directories on the CPU. This project's operators read the 16-bit weights
+directly, and the results equal those of a float32 directory. The checks widen the weights in
+memory, because ONNX Runtime's own operators need this."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
 
 CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
-"""Model families, by the element type of the checkpoint."""
+"""The model family for each element type of a checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_bits_are_those_of_the_float32_directory(
 
 
 def _reference_logits(directory: Path) -> Logits:
-    """Logits of a prompt, computed with ONNX Runtime's operators."""
+    """Returns the logits of a prompt, which ONNX Runtime's operators compute."""
     manifest = load_manifest(directory)
     engine = reference(directory, manifest, manifest.verify, 1)
     [kv_cache] = engine.new_kv_caches()

@@ -1,5 +1,5 @@
-"""The operator of the gated delta rule: equal bits in calls of any kind, and the inputs that it
-refuses."""
+"""Tests of the operator of the gated delta rule. It gives equal bits in calls of any kind, and it
+refuses bad inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from eesd.runtime.engines import operators
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 SIZES = [(1, 1, 5, 7, 4), (2, 4, 20, 17, 3), (1, 3, 16, 80, 1), (2, 2, 33, 130, 2)]
-"""Numbers of key heads and of value heads, their sizes, and the number of taps."""
+"""Each tuple has the number of key heads, the number of value heads, the sizes of both kinds of
+heads, and the number of taps."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -33,7 +34,7 @@ def test_rounds_of_any_kind_have_the_bits_of_one_pass(
 
 
 def test_sequences_of_a_call_do_not_meet(tmp_path: Path) -> None:
-    """Two caches in one call, one of which begins with records of an earlier text."""
+    """A call uses two caches. One of them begins with the records of an earlier text."""
     layer = Layer(tmp_path, SIZES[1], "")
     one, other = layer.cache(), layer.cache()
     x = layer.tokens(12, 5)

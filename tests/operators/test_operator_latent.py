@@ -1,5 +1,5 @@
-"""The operators of latent attention: the bits of ordinary attention and products, and what they
-refuse."""
+"""Tests of the operators of latent attention. They give the bits of ordinary attention and
+products, and they refuse bad inputs."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The operators' C++ under sanitizers, and with deliberate mistakes that the checks of the
-operators must catch."""
+"""Tests that run the operators' C++ code under sanitizers. Other tests make deliberate mistakes in
+the code, which the checks of the operators must detect."""
 
 import os
 import platform
@@ -54,7 +54,7 @@ KERNELS = {
         "-mfma",
         "-mf16c",
     ),
-    # The same instruction as in AVX-VNNI.
+    # This is the same instruction as in AVX-VNNI.
     "avx2vnni": ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "i8mm": MISSING,
@@ -63,10 +63,10 @@ KERNELS = {
 }
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 EMULATED = "5"
-"""The emulator runs one of this many cases of the driver, because it is ten times slower."""
+"""The emulator runs only every fifth case of the driver, because it is ten times slower."""
 SIMDE = "simde/x86/avx512.h"
 SETUP = SOURCES.resolve().parents[1]
-"""The directory with setup.py. The package's folders are links in the checkout."""
+"""The directory that contains setup.py. In the checkout, the package's folders are links."""
 CROSS = """
 import platform, sys, setuptools.command.bdist_wheel, setuptools.command.build_ext
 from concurrent.futures import thread
@@ -136,13 +136,14 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> None:
-    """Products and attention over odd sizes, in memory of exactly their size. All kernels give the
-    same bits."""
+    """The driver runs products and attention of odd sizes, in memory of exactly their size. All
+    kernels give the same bits."""
     assert "scalar" in run_sanitized(objects, tmp_path / "check", "1")
 
 
 def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_path: Path) -> None:
-    """The same without AVX-512 and AVX-VNNI: SIMDe's AVX2 functions replace these instructions."""
+    """The test runs the driver without AVX-512 and AVX-VNNI. SIMDe's AVX2 functions replace these
+    instructions."""
     if "avx2" not in run_sanitized(objects, tmp_path / "own", "1000"):
         pytest.skip("needs a processor with AVX2")
     if subprocess.run(
@@ -157,8 +158,8 @@ def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_
 
 @pytest.fixture(scope="module")
 def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The driver, built for ARM with the kernels of the package, and the driver's output with this
-    machine's kernels."""
+    """Returns the driver, which is built for ARM with the kernels of the package, and the output of
+    the driver with the kernels of this machine."""
     lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
     if lacking:
         pytest.skip(
@@ -189,7 +190,8 @@ def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_kernels_for_arm_give_the_same_bits(
     arm_check: tuple[Path, str], processor: str, fastest: str
 ) -> None:
-    """The kernels are those with matrix products, with dot products, and plain C++."""
+    """One processor has matrix products, one has dot products, and one runs the kernels in plain
+    C++."""
     program, expected = arm_check
     done = subprocess.run(
         ["qemu-aarch64", "-cpu", processor, program, EMULATED], capture_output=True, text=True
@@ -201,8 +203,8 @@ def test_kernels_for_arm_give_the_same_bits(
 
 
 def check_products(path: Path) -> None:
-    """Products with float weights, and with levels that have a scale for each 32 or 16 inputs, with
-    and without minimums."""
+    """Check products with float weights, and products with levels. The levels have a scale for each
+    32 or 16 inputs, with and without minimums."""
     random = np.random.default_rng(0)
     for int8 in (True, False):
         for form, fine, minimums in (
@@ -219,7 +221,7 @@ def check_products(path: Path) -> None:
 
 
 def check_split_scales(path: Path) -> None:
-    """Scales and minimums that share a factor for each 256 inputs."""
+    """Check scales and minimums that share a factor for each 256 inputs."""
     random = np.random.default_rng(0)
     for fine in (True, False):
         weight = random_weight(random, "bits4", 512, 33, fine, SPLIT, True)
@@ -227,8 +229,8 @@ def check_split_scales(path: Path) -> None:
 
 
 def check_trees(path: Path) -> None:
-    """Compare the nodes of a tree with the specification. Their slots differ from their places in
-    the tree."""
+    """Compare the nodes of a tree with the specification. The slot of each node differs from its
+    place in the tree."""
     layer = Attention()
     text = layer.text(70, [69, 70, 70, 71, 71, 72, 75, 74])
     session = layer.session(layer.write(path), 1, "scalar")
@@ -237,8 +239,8 @@ def check_trees(path: Path) -> None:
 
 
 def check_shared(path: Path) -> None:
-    """A tree after a context of more than one chunk. Its nodes read the context's chunks together,
-    in float16 and int8 caches."""
+    """Check a tree after a context of more than one chunk. The nodes of the tree read the chunks of
+    the context together, in float16 and int8 caches."""
     for dtype in ("float16", "int8"):
         layer = Attention(dtype=dtype)
         text = layer.text(150, [149, 150, 150, 151, 151, 152])
@@ -255,8 +257,8 @@ def check_rounding(path: Path) -> None:
 
 
 def check_chunks(path: Path) -> None:
-    """Compare a long text with the specification, in one call and token by token, with one thread
-    and with two."""
+    """Compare a long text with the specification. The text runs in one call and token by token,
+    with one thread and with two threads."""
     layer = Attention(norms=True)
     text = layer.text(300)
     some = [0, 62, 63, 64, 127, 128, 129, 255, 256, 299]
@@ -279,8 +281,8 @@ def check_top(path: Path) -> None:
 
 
 def check_experts(path: Path) -> None:
-    """A mixture of a few experts whose weights are divided by their sum, and a mixture whose
-    weights are multiplied by factors instead."""
+    """Check two mixtures of a few experts. In one, the weights are divided by their sum. In the
+    other, they are multiplied by factors instead."""
     random = np.random.default_rng(0)
     for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
         own = [
@@ -293,7 +295,7 @@ def check_experts(path: Path) -> None:
 
 
 def check_rows(path: Path) -> None:
-    """Latent attention over a text and a tree, and products for heads."""
+    """Check latent attention over a text and over a tree, and the products by heads."""
     check_latent(path, ["scalar"])
     check_by_heads(path, ["scalar"])
 
@@ -627,7 +629,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
-"""By name: file, replaced text, new text, and the check that must fail."""
+"""Each name has a file, the text to replace, the new text, and the check that must fail."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""The operators of deep states: the values that they write and carry, in caches of all shapes, and
-the inputs that they refuse without writing."""
+"""Tests of the operators of deep states. They check the values that these operators write and
+carry, in caches of all shapes. They also check that bad inputs are refused before anything is
+written."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,8 +147,8 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
 def test_convolutions_follow_the_path_of_each_token(
     tmp_path: Path, size: int, taps: int, dtype: str
 ) -> None:
-    """The bits are the same in one call and token by token, in a chain and in a tree, with another
-    sequence, and on several threads."""
+    """The bits are the same in one call and token by token, and in a chain and in a tree. They do
+    not change if there is another sequence, or if several threads compute them."""
     kv_heads = 2
     head_dim = 8
     random = np.random.default_rng(size)
@@ -159,7 +160,7 @@ def test_convolutions_follow_the_path_of_each_token(
     node = make_session(model, 3, True, "", dtype)
     x = random.standard_normal((12, 3 * size)).astype(np.float32)
     texts = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    # After three tokens of a context: a root, two branches, and a node after the second branch.
+    # The context has three tokens. A root, two branches, and a node after the second branch follow.
     trees = [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 7], [0, 1, 2, 5, 7, 8]]
     slots = {5: 3, 6: 4, 7: 5, 8: 6}
 
@@ -210,7 +211,7 @@ def paths_of(count: int) -> NDArray[np.int32]:
 
 
 def rounded(state: NDArray[np.float32], head_dim: int, dtype: str) -> NDArray[np.float32]:
-    """A state, rounded as a cache stores it."""
+    """Returns a state that is rounded as a cache stores it."""
     if dtype != "int8":
         return state.astype(dtype).astype(np.float32)
     rows = np.zeros((-(-len(state) // head_dim), head_dim), np.float32)

@@ -1,5 +1,5 @@
-"""The operators of this project give the bits of their specification in NumPy, and their results
-are close to those in float64. Bad inputs are refused."""
+"""Tests that the operators of this project give the bits of their NumPy specification, and that
+their results are close to results in float64. Bad inputs are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -207,7 +207,7 @@ def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: b
 
 
 def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weight]]:
-    """Gate, up and down of ``count`` experts in these formats."""
+    """Returns the weights gate, up and down of ``count`` experts in these formats."""
     random = seeded(count, forms)
     sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
     return [
@@ -223,7 +223,7 @@ ANY = np.zeros(0, np.float32)
 
 
 def choice_bias(count: int) -> Any:
-    """Biases of the choice, some of which are equal."""
+    """Returns biases for the choice of experts. Some of them are equal."""
     return np.rint(seeded("choice").normal(0, 2, count)).astype(np.float32) / 4
 
 
@@ -446,8 +446,8 @@ def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
 def test_top_k_of_values_that_are_not_finite(
     tmp_path: Path, names: list[str], value: float
 ) -> None:
-    """The columns are those of the specification, so they are never out of range. Without
-    infinities, the log-probabilities are also those of the specification."""
+    """The columns equal the columns of the specification, so they are never out of range. If there
+    are no infinities, the log-probabilities also equal those of the specification."""
     logits = random_logits(seeded("finite"), 5, 300)
     logits[0] = value
     logits[1, ::2] = value
@@ -475,7 +475,8 @@ def test_bad_top_k_is_refused(tmp_path: Path) -> None:
 
 
 def factor_of(values: Any) -> tuple[float, list[int]]:
-    """The first float16 factor of which all values are integer multiples, and these integers."""
+    """Returns the first float16 factor that divides all values, and the integer multiple for each
+    value."""
     largest = max(values, key=abs)
     if largest == 0:
         return 0, [0] * len(values)
@@ -491,7 +492,7 @@ def factor_of(values: Any) -> tuple[float, list[int]]:
 
 
 def packed_by_hand(weight: Weight, scales: int) -> bytes:
-    """The bytes of a weight's panels, in the order of SPECIFICATION.md."""
+    """Returns the bytes of a weight's panels, in the order that SPECIFICATION.md defines."""
     inputs, outputs = weight.shape
     found = bytearray()
     lower = bytearray()
@@ -650,7 +651,8 @@ def test_attention_of_queries_alone_reads_what_another_layer_wrote(
 
 
 def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
-    """Parents of nodes; the first node's parent is the last token of the context."""
+    """Returns the parent of each node. The parent of the first node is the last token of the
+    context."""
     return [
         context - 1,
         *(int(random.integers(context, context + node)) for node in range(1, nodes)),
@@ -691,7 +693,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
             found,
             name,
         )
-    for node in range(context, context + nodes):  # as a chain in slots other than the tree's
+    for node in range(context, context + nodes):  # run as a chain in other slots than the tree
         own = text.paths[node][context:]
         as_chain = layer.text(0)
         as_chain.qkv = np.concatenate([text.qkv[:context], text.qkv[own]])
@@ -830,7 +832,8 @@ def unloadable(
     message: str = "cannot load",
     **attributes: Any,
 ) -> None:
-    """Loading a model with a single node fails. Attributes that are None are left out."""
+    """Check that loading a model with a single node fails. Attributes that are None are left
+    out."""
     one_node(
         path,
         kind,
@@ -880,7 +883,8 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    """Inputs are missing, gate and up do not match, or two planes have finer scales or minimums."""
+    """In these cases inputs are missing, gate and up do not match, or two planes have finer scales
+    or minimums."""
     path = tmp_path / "model"
     random = seeded("gate")
     product = Product(parts(seeded(), 64, "bits4"))
@@ -1053,7 +1057,7 @@ def test_kernels_are_chosen_by_name(names: list[str]) -> None:
 
 
 def test_the_specification_rounds_once() -> None:
-    """``fma`` of the specification gives the results of exact fractions."""
+    """The function ``fma`` of the specification gives the results of exact fractions."""
     from fractions import Fraction
 
     random = np.random.default_rng(0)

@@ -1,5 +1,5 @@
-"""The library of operators as part of the package: it is built if there is a C++ compiler, and its
-absence is reported if there is none."""
+"""Tests of the library of operators as a part of the package. It is built if there is a C++
+compiler. If there is no compiler, the package reports that the library is missing."""
 
 import json
 import os
@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources of the package, without anything that was built here."""
+    """A copy of the package's sources, without any file that was built here."""
     copy = tmp_path_factory.mktemp("checkout") / "eesd"
     copy.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
@@ -138,9 +138,9 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
 
 @pytest.mark.slow
 def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) -> None:
-    """``make operators`` and editable installations build in place: without a compiler, even an old
-    library is removed. The compiler is a stub that only writes its output, because a real one takes
-    a minute."""
+    """``make operators`` and editable installations build the library in place. If there is no
+    compiler, even an old library is removed. The compiler is a stub that only writes its output,
+    because a real one takes a minute."""
     library = checkout / "runtime" / "engines" / "libeesd_operators.so"
     touch = tmp_path / "c++"
     touch.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')

@@ -1,5 +1,5 @@
-"""How weights become panels: GGUF blocks, arrays in any order of memory, and inputs that are
-refused.
+"""Tests of packing weights into panels. They cover GGUF blocks, arrays in any order of memory, and
+inputs that are refused.
 
 ``test_operators.py`` compares the bytes with those that SPECIFICATION.md lists.
 """
@@ -73,7 +73,7 @@ def random_blocks(kind: str, rows: int, inputs: int, most: float = 0.1) -> NDArr
 
 
 def levels_of(kind: str, blocks: NDArray[np.uint8]) -> tuple[Any, Any, Any]:
-    """Levels, scales and minimums that numpy reads from blocks."""
+    """Returns the levels, the scales and the minimums that numpy reads from the blocks."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     found = _unpack_blocks(kind, blocks.reshape(-1, size))
     parts: list[Any] = [None if part is None else part.reshape(len(blocks), -1).T for part in found]
@@ -83,7 +83,7 @@ def levels_of(kind: str, blocks: NDArray[np.uint8]) -> tuple[Any, Any, Any]:
 
 
 def table_of(packed: Packed, path: Path) -> NDArray[np.float32]:
-    """[outputs, inputs], as Embed reads panels."""
+    """Returns the table [outputs, inputs] that the operator Embed reads from the panels."""
     given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
     session = make_session(one_node(path, "Embed", given, matrices=packed.numbers), 1, True)
     found: NDArray[np.float32] = run(session, ids=np.arange(packed.numbers[2]))
@@ -122,7 +122,8 @@ def test_a_mapped_tensor_is_packed_in_two_planes(tmp_path: Path) -> None:
 
 
 def in_every_order(array: NDArray[Any]) -> list[NDArray[Any]]:
-    """The same values stored by rows, by columns, and with gaps between the values."""
+    """Returns three arrays with the same values. One is stored by rows, one by columns, and one has
+    gaps between the values."""
     apart = np.zeros((array.shape[0] + 2, 2 * array.shape[1] + 1), array.dtype)
     between = apart[1:-1, 1::2]
     between[:] = array
@@ -154,7 +155,8 @@ def test_floats_stay_as_they_are(form: int, inputs: int, outputs: int) -> None:
 
 
 def weight(levels: Any = 0, scales: Any = 1, minimums: Any = None, block: int = 32) -> list[Any]:
-    """Levels [64, 3], scales and minimums. A number fills the array; an array is used as it is."""
+    """Returns levels [64, 3], scales and minimums. A number fills the whole array, and an array is
+    used as it is."""
 
     def filled(value: Any, shape: tuple[int, int], dtype: str) -> Any:
         return value if isinstance(value, np.ndarray) else np.full(shape, value, dtype)
@@ -229,7 +231,7 @@ def test_without_the_library_a_sentence_says_so() -> None:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizers: str) -> None:
     """Blocks of all types and odd sizes are packed on several threads, in memory of exactly their
-    size; wrong sizes are tried."""
+    size. The test also tries wrong sizes."""
     sources = Path(operators.__file__).parents[1] / "operators"
     files = [sources / "pack.cpp", Path(__file__).with_name("check_pack.cpp")]
     flags = [

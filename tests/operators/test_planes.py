@@ -1,5 +1,5 @@
-"""A draft that is the whole model reads the upper half of 8-bit weights; the verify graph reads
-both halves and gives its usual bits."""
+"""Tests of a draft that is the whole model. It reads only the upper half of each 8-bit weight. The
+verify graph reads both halves, and gives its usual bits."""
 
 import shutil
 from collections.abc import Callable
@@ -49,8 +49,8 @@ Directory = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """A function that returns the engines of a kind, exported with additional options. Tests must
-    not change them."""
+    """Returns a function that gives the engines of a kind, exported with additional options. Tests
+    must not change them."""
 
     @cache
     def model(kind: str) -> Path:
@@ -89,7 +89,7 @@ def on_cache(directory: Path, draft: bool = False, int8: bool = True, kernels: s
 def logits(
     directory: Path, counts: tuple[int, ...], *of: Any, **options: Any
 ) -> NDArray[np.float32]:
-    """The logits of the tokens, in calls of ``counts`` tokens."""
+    """Returns the logits of the tokens. They are computed in calls of ``counts`` tokens."""
     engine = on_cache(directory, *of, **options)
     found = []
     at = 0
@@ -122,7 +122,7 @@ def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, i
 
 
 def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
-    """For each operator, the format and the offset of the levels that it reads."""
+    """Returns, for each operator, the formats and the offsets of the levels that it reads."""
     place = build_for_cpu(directory, load_manifest(directory))
     model = onnx.load(str(place / graph), load_external_data=False)
     offsets = {
@@ -181,7 +181,7 @@ def test_other_drafts_leave_the_weights_in_one_piece(
 
 
 def upper_values(weight: torch.Tensor) -> torch.Tensor:
-    """A linear weight [out, in], computed from the upper halves of its levels."""
+    """Returns a linear weight [out, in] that is computed from the upper halves of its levels."""
     quantized = quantize(weight.numpy(), "int8", "float32")
     levels = (
         quantized.levels.view(np.int8).reshape(len(quantized.scales), 32, -1).astype(np.float32)
@@ -192,7 +192,7 @@ def upper_values(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Path) -> None:
-    """The draft's logits are those of a model whose weights are the upper halves."""
+    """The draft's logits equal the logits of a model whose weights are the upper halves."""
     model = build(FAMILIES["llama-bias"], tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     halved = {
