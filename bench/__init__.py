@@ -1,5 +1,5 @@
 """Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``),
 write reports (``report``).
 
-``report`` imports ``replay`` and ``measure``; ``replay`` imports ``measure``.
+``report`` imports ``replay`` and ``measure``, and ``replay`` imports ``measure``.
 """

@@ -51,7 +51,8 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing res
 def prompt_options(
     new_tokens: int, per_task: int, tuning_per_task: int, output: str
 ) -> Callable[[F], F]:
-    """Options of all commands that run prompts, with these defaults."""
+    """Return the options that all commands that run prompts have in common. The arguments are the
+    defaults."""
     return cli.options(
         click.option(
             "--task",
@@ -102,7 +103,8 @@ def prompt_options(
 
 
 def read_options(given: dict[str, Any]) -> Options:
-    """Make :class:`Options` from a command's options, with ``--quick`` applied."""
+    """Make :class:`Options` from a command's options. If ``--quick`` is given, its values are
+    applied."""
     if given.pop("quick"):
         source = click.get_current_context().get_parameter_source
         given |= {
@@ -178,10 +180,10 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 def main(
     context: click.Context, /, directories: tuple[Path, ...], charts: bool, **given: Any
 ) -> None:
-    """Measure drafting against plain decoding, for every controller, tree width and sampling, and
-    compare all tokens.
+    """Measure drafting against plain decoding. Every controller, tree width and sampling is
+    measured, and all tokens are compared.
 
-    Lists are separated by spaces. Several engine directories, such as exit heads of one model, are
+    Lists are separated by spaces. Several engine directories (such as exit heads of one model) are
     measured in the same way.
     """
     if context.invoked_subcommand is not None:
@@ -304,8 +306,8 @@ def simulate(
     help="Processes of each head and machine.",
 )
 def starts(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
-    """Simulate fresh processes, with noise, load, stalls and a burst. Shows the time that drafting
-    costs them."""
+    """Simulate fresh processes on a machine with noise, load, stalls and a burst. The output shows
+    how much time drafting costs them."""
     make_controller(controller)
     recorded = load_trace(trace) if trace else None
     name = costs or (MEASURED if recorded else "4bit")

@@ -1,1 +1,2 @@
-"""Measurements on an engine: prompts, runs, call latencies, and the JSON file that stores them."""
+"""Measurements on an engine. This package reads the prompts, runs them, times single calls, and
+stores everything in a JSON file."""

@@ -1,4 +1,5 @@
-"""Latency of a round's engine calls, by draft steps and by verified nodes."""
+"""Measures the latency of a round's engine calls for each number of draft steps and of verified
+nodes."""
 
 import random
 import statistics
@@ -12,8 +13,8 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
 SHORT_ROUNDS = 4
 LONG_ROUNDS = 1
-"""Numbers of rounds of each length up to ``SHORT``, and of each longer length. Controllers choose
-roughly this mixture."""
+"""Each length up to ``SHORT`` has ``SHORT_ROUNDS`` rounds, and each longer length has
+``LONG_ROUNDS`` rounds. Controllers choose roughly this mixture."""
 PLAIN_ROUNDS = 6
 """Consecutive non-drafting rounds. The first half warms the processor's caches and is discarded."""
 
@@ -25,7 +26,7 @@ class RandomLengths(Controller):
     tokens.
 
     Attributes:
-        remaining: Lengths of the coming rounds.
+        remaining: The lengths of the rounds that are still to come.
     """
 
     def __init__(self, longest: int) -> None:
@@ -51,7 +52,7 @@ class RandomLengths(Controller):
 
 
 class RoundTiming(NamedTuple):
-    """Draft steps and drafted nodes of one round, and the seconds spent in each engine."""
+    """The draft steps and the drafted nodes of one round, and the seconds that each engine took."""
 
     steps: int
     nodes: int
@@ -76,11 +77,12 @@ def timed_rounds(session: Session) -> Iterator[RoundTiming]:
 def measure_latency(
     session: Session, controller: RandomLengths
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure engine calls within the rounds of a session that drafts with ``controller``, because
-    the preceding call changes the cost of a call.
+    """Measure engine calls within the rounds of a session that drafts with ``controller``. Single
+    calls would not do, because the cost of a call depends on the preceding call.
 
-    Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its
-    verify pass, as [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
+    Returns two tables of median seconds. The first has the seconds of all draft steps of a round as
+    [[steps, seconds], ...], and the second has the seconds of its verify pass as [[nodes, seconds],
+    ...]. A pass over one node is a step of plain decoding.
     """
     drafting: dict[int, list[float]] = {}
     verifying: dict[int, list[float]] = {}

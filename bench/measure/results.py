@@ -1,4 +1,4 @@
-"""The result of a benchmark: one JSON file with every run. Reports are made from it.
+"""The result of a benchmark. It is one JSON file that has every run, and reports are made from it.
 
 Fields of the dataclasses are keys of the file. Some key names are older than the names in the code.
 """
@@ -21,8 +21,8 @@ LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system
-    and library versions."""
+    """Describe the machine. The facts are the processor, the cores that this process may use, the
+    kernels of the CPU engine, the GPU, the memory, the system, and the versions of libraries."""
     facts = machine_report.describe()
     return {
         "CPU": _cpu_model(),
@@ -38,8 +38,8 @@ def describe_machine() -> dict[str, str]:
 
 
 def shown_machine(facts: dict[str, str]) -> str:
-    """The facts of :func:`describe_machine` as the beginning of a sentence. Older results do not
-    name the kernels."""
+    """Return the facts of :func:`describe_machine` as the beginning of a sentence. Older results do
+    not name the kernels."""
     kernels = facts.get("kernels", "ONNX Runtime's")
     where = (
         f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: "
@@ -63,8 +63,8 @@ class Configuration:
     Attributes:
         engine: Name of the engine directory.
         sampling: ``greedy``, ``coupled`` or ``rejection``.
-        controller: Controller and its options; None for plain decoding.
-        width: Number of nodes in a level of the draft tree; 1 is a chain.
+        controller: The controller and its options, or None for plain decoding.
+        width: Number of nodes in a level of the draft tree. A tree of width 1 is a chain.
         budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to
             verify.
     """
@@ -78,17 +78,18 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt (its id) decoded in one configuration (its index).
+    """A run of one prompt (given by its id) in one configuration (given by its index).
 
     Attributes:
-        rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
-        host_seconds: Decode time outside the engines.
-        offered: Draft tokens judged at depth 1, 2, ... A token is judged if all tokens before it
-            were accepted.
-        accepted: Draft tokens accepted at depth 1, 2, ...
+        rounds: The number of rounds of each shape, as [draft steps, drafted nodes, number of
+            rounds].
+        host_seconds: The part of the decode time that was spent outside the engines.
+        offered: Number of draft tokens that were judged at depth 1, 2, ... A token is judged if all
+            tokens before it were accepted.
+        accepted: Number of draft tokens that were accepted at depth 1, 2, ...
         guard_rests: Number of times that the guard paused drafting.
-        equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which
-            promises the distribution.
+        equal: Whether the tokens equal those of plain decoding. It is None with rejection sampling,
+            which promises only the same distribution.
         divergence: If not equal, the index of the first different token.
         logit_gap: If not equal, the verifier's logit of the token that plain decoding has there,
             minus its logit of the drafting run's token.
@@ -124,11 +125,12 @@ class Run:
 
 @dataclass(frozen=True)
 class CallLatency:
-    """Seconds of a round's calls, measured after one prompt with trees of one width.
+    """The seconds of a round's calls. They were measured after one prompt with trees of one width.
 
     Attributes:
-        draft: Seconds of all draft steps of a round, by their number: [[steps, seconds], ...].
-        verify: Seconds of the verify pass, by its nodes: [[nodes, seconds], ...].
+        draft: Seconds of all draft steps of a round for each number of steps, as [[steps, seconds],
+            ...].
+        verify: Seconds of the verify pass for each number of nodes, as [[nodes, seconds], ...].
     """
 
     engine: str
@@ -140,11 +142,11 @@ class CallLatency:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A controller's candidate settings, measured on the tuning prompts.
+    """The candidate settings of a controller, as measured on the tuning prompts.
 
     Attributes:
-        seconds: Decode seconds of all tuning prompts together, by candidate.
-        acceptance: [accepted, judged] tokens at depth 1, 2, ..., by candidate.
+        seconds: For each candidate, the decode seconds of all tuning prompts together.
+        acceptance: For each candidate, the numbers of [accepted, judged] tokens at depth 1, 2, ...
         chosen: The fastest candidate.
     """
 
@@ -158,12 +160,12 @@ class Tuning:
 
     @property
     def longest(self) -> str:
-        """The last candidate; for ``fixed`` the longest length."""
+        """The last candidate. For ``fixed``, it is the longest length."""
         return list(self.seconds)[-1]
 
 
 def _values(item: Any) -> Any:
-    """A dataclass as JSON values."""
+    """Return a dataclass as JSON values."""
     return item.to_dict() if hasattr(item, "to_dict") else asdict(item)
 
 
@@ -176,19 +178,20 @@ def refuse_existing(*paths: Path) -> None:
 
 
 class Saved:
-    """A dataclass that is stored as a JSON file, with a line for each item of its lists."""
+    """A dataclass that is stored as a JSON file. The file has a line for each item of the
+    dataclass's lists."""
 
     WHAT: ClassVar[str]
-    """Name of the kind of file, for a message."""
+    """The name of the kind of file. Error messages show it."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
-    """Names of the lists of dataclasses, and a function that makes an item from its values. Every
-    file of this kind has all these lists."""
+    """Maps the name of each list of dataclasses to the function that makes an item from its values.
+    Every file of this kind has all these lists."""
     SAME: ClassVar[Sequence[str]] = ("options", "machine")
     """Attributes that a resumed run must have in common with the file."""
     schema: int
 
     def save(self, path: Path) -> None:
-        """Write the file atomically. Each item of its lists, a dataclass or a dict, gets a line."""
+        """Write the file atomically. Each item of its lists (a dataclass or a dict) gets a line."""
         parts = []
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
@@ -205,8 +208,8 @@ class Saved:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and
-        for another schema."""
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` if the file is of another
+        kind or has another schema."""
         raw = read_json(path)
         if not cls.wrote(raw):
             raise EESDError(f"{path} is not {cls.WHAT}.")
@@ -226,11 +229,11 @@ class Saved:
             ) from None
 
     def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
-        """The result to continue: with ``resume`` the file at ``path``, if it exists; else this
-        result.
+        """Return the result to continue. If ``resume`` is True and the file at ``path`` exists, it
+        is the result in that file. In all other cases it is this result.
 
         Raises:
-            EESDError: A file exists and is to be neither resumed nor overwritten, or an attribute
+            EESDError: The file exists but may be neither resumed nor overwritten, or an attribute
                 in ``SAME`` differs.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,13 +261,13 @@ class Result(Saved):
     """Everything that one benchmark measured.
 
     Attributes:
-        kind: ``run``; older results that compare exit heads have ``ablation``.
+        kind: Always ``run``, except that older results that compare exit heads have ``ablation``.
         options: The :class:`~eesd.bench.measure.run.Options`.
         engines: Description of each engine directory by name, in the order of measurement.
-        prompts: The reported prompts: id, task, number of tokens.
+        prompts: The reported prompts. Each has its id, its task, and its number of tokens.
         machine: Description of the machine.
         tunings: Tuned controllers.
-        configurations: Ways to decode; ``Run.configuration`` is an index of them.
+        configurations: The ways to decode. ``Run.configuration`` is an index into this list.
         sweeps: Call latencies of each prompt and width.
         runs: All runs. The runs of one prompt on one engine are saved together.
         complete: Whether every prompt was measured.
@@ -291,7 +294,7 @@ class Result(Saved):
         )
 
     def index_of(self, configuration: Configuration) -> int:
-        """The index of a configuration. A new configuration is added."""
+        """Return the index of a configuration. If the configuration is new, it is added."""
         if configuration not in self.configurations:
             self.configurations.append(configuration)
         return self.configurations.index(configuration)
@@ -306,8 +309,8 @@ class Result(Saved):
 
 
 def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Sum up [accepted, judged] tokens at each depth over runs, each given as its (accepted,
-    judged) counts by depth."""
+    """Sum up the [accepted, judged] tokens at each depth over all runs. Each run is given as its
+    (accepted, judged) counts, which are lists by depth."""
     total: list[list[int]] = []
     for accepted, judged in runs:
         total += [[0, 0] for _ in range(len(judged) - len(total))]
@@ -317,8 +320,8 @@ def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> 
 
 
 def rounded(value: Any) -> Any:
-    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more digits would
-    be noise, and would double the file."""
+    """Round every float of a JSON value to 7 decimals, which is a tenth of a microsecond. More
+    digits would be noise, and would double the size of the file."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, dict):
@@ -327,12 +330,12 @@ def rounded(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not
-    JSON."""
+    """Return the JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file
+    is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value, whole or not at all."""
+    """Write a JSON value. The file is written completely or not at all."""
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")

@@ -55,7 +55,7 @@ def measure_engine(
         path: The result's file.
         name: Name of the engine directory in the result.
         bench: The engines of the directory.
-        prompts: Prompts to tune on and to report.
+        prompts: The prompts. Some are for tuning, and the others are reported.
         options: Measurements to make.
 
     Raises:

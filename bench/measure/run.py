@@ -1,5 +1,5 @@
-"""The measurement: every prompt is decoded plainly and in each configuration in turn, so that drift
-of the machine affects all configurations alike."""
+"""The measurement. Every prompt is decoded plainly and in each configuration in turn, so drift of
+the machine affects all configurations alike."""
 
 import json
 from collections import Counter
@@ -43,15 +43,16 @@ class Options:
     """Options of a measurement. Raises :class:`EESDError` for invalid values.
 
     Attributes:
-        widths: Tree widths; 1 is a chain.
+        widths: The tree widths. A tree of width 1 is a chain.
         samplings: Some of ``SAMPLINGS``.
         temperature: Temperature of all samplings except greedy.
-        per_task, tuning_per_task: Maximum number of reported and of tuning prompts of each task.
+        per_task, tuning_per_task: Maximum number of reported prompts and of tuning prompts of each
+            task.
         guard: Whether the guard may pause drafting. In normal use it may, but pauses hide
             differences between controllers.
         chat: Whether prompts are sent as chat messages.
-        threads: CPU threads of an engine; None for the backend's default.
-        tasks: Files with prompts; empty for the bundled prompts.
+        threads: Number of CPU threads of an engine, or None for the backend's default.
+        tasks: Files with prompts. If empty, the bundled prompts are used.
         budgeted: The ``widths`` that are also measured with a tree budget.
         drafter: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
         kv_cache_dtype: See :func:`eesd.load`.
@@ -96,12 +97,12 @@ class Options:
             raise EESDError("max_new_tokens and the numbers of prompts must be at least 1.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON values."""
+        """Return the options as JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
     def sampling(self, name: str, number: int) -> Sampling:
-        """The sampling ``name`` for the prompt with this number. Each prompt has a different
+        """Return the sampling ``name`` for the prompt with this number. Each prompt has a different
         seed."""
         if name == "greedy":
             return Sampling()
@@ -109,7 +110,7 @@ class Options:
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as token ids. ``number`` is its index among the prompts; it seeds the noise and
+    """A prompt as token ids. ``number`` is its index among the prompts, which seeds the noise and
     rotates the order of runs."""
 
     number: int
@@ -118,7 +119,8 @@ class EncodedPrompt(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """New tokens, statistics, and the number of rounds by (draft steps, drafted nodes)."""
+    """The new tokens of a run and its statistics. ``rounds`` counts the rounds for each (draft
+    steps, drafted nodes)."""
 
     tokens: list[int]
     stats: Stats
@@ -135,8 +137,8 @@ class Bench:
         self.manifest = self.llm.manifest
 
     def describe(self) -> dict[str, Any]:
-        """The model, and a hash that identifies the engine directory, for
-        :attr:`Result.engines`."""
+        """Return a description for :attr:`Result.engines`. It has the model, and a hash that
+        identifies the engine directory."""
         manifest = self.manifest
         return {
             "model": manifest.model,
@@ -158,8 +160,8 @@ class Bench:
                 raise EESDError(f"A tree width is {width}; this engine allows 1 to {widest}.")
 
     def encode(self, prompts: Sequence[TaskPrompt], options: Options) -> list[EncodedPrompt]:
-        """Encode the prompts, and skip prompts that leave no room for the new tokens: truncated
-        texts would measure less.
+        """Encode the prompts. Prompts that leave no room for the new tokens are skipped, because
+        truncated texts would measure less.
 
         Raises :class:`EESDError` if no prompt is left.
         """
@@ -178,8 +180,8 @@ class Bench:
         return found
 
     def drafting_llm(self, configuration: Configuration, options: Options) -> LLM | None:
-        """An LLM for a configuration, with a new controller and, if configured, a guard; None for
-        plain decoding."""
+        """Return an LLM for a configuration. It has a new controller and, if configured, a guard.
+        For plain decoding, None is returned."""
         c = configuration
         if c.controller is None:
             return None
@@ -189,8 +191,8 @@ class Bench:
         )
 
     def _drafting(self, speculation: Speculation, budget: bool = False) -> LLM:
-        """An LLM with these drafting options. Without a ``budget`` it verifies every drafted
-        token."""
+        """Return an LLM with these drafting options. Without a ``budget``, it verifies every
+        drafted token."""
         llm = self.llm.with_speculation(speculation)
         if not budget:
             llm.drafting = llm.drafting.with_drafter(budget=None)
@@ -204,11 +206,11 @@ class Bench:
         new_tokens: int,
         ignore_eos: bool = True,
     ) -> Generation:
-        """Generate exactly ``new_tokens`` after a prompt, past any EOS, so that every
-        configuration does the same work.
+        """Generate exactly ``new_tokens`` after a prompt. Generation continues past any EOS, so
+        that every configuration does the same work.
 
-        ``drafting`` comes from :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos``,
-        EOS ends the text.
+        ``drafting`` comes from :meth:`drafting_llm`, or is None to decode plainly. If
+        ``ignore_eos`` is False, an EOS ends the text.
         """
         llm = drafting or self.llm
         draft = drafting is not None
@@ -225,8 +227,8 @@ class Bench:
         configurations: Sequence[Configuration],
         options: Options,
     ) -> None:
-        """Run every configuration, and rounds of every depth: engines prepare a call when its size
-        first occurs."""
+        """Run every configuration and rounds of every depth, because engines prepare a call when
+        its size first occurs."""
         for width in options.widths:
             for depth in range(1, self.manifest.max_tree_nodes // width + 1):
                 fixed = Configuration(engine, "greedy", f"fixed:k={depth}", width)
@@ -258,8 +260,8 @@ class Bench:
 def tune(
     bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result
 ) -> Iterator[None]:
-    """Find the fastest fixed length for each sampling and width, if ``fixed`` is named without
-    options.
+    """Find the fastest fixed length for each sampling and width. This is done only if ``fixed`` is
+    named without options.
 
     Adds the tunings for ``engine`` that ``result`` lacks. Yields after each prompt of a sampling
     and width.
@@ -292,7 +294,7 @@ def tune(
 
 
 def untuned(engine: str, options: Options, result: Result) -> list[tuple[str, int]]:
-    """The samplings and widths whose fixed length is still to be found."""
+    """Return the samplings and widths whose fixed length is still to be found."""
     known = {(t.sampling, t.width) for t in result.tunings if t.engine == engine}
     pairs = product(options.samplings if "fixed" in options.controllers else (), options.widths)
     return [pair for pair in pairs if pair not in known]
@@ -301,8 +303,8 @@ def untuned(engine: str, options: Options, result: Result) -> list[tuple[str, in
 def chosen_configurations(
     engine: str, options: Options, tunings: Sequence[Tuning]
 ) -> list[Configuration]:
-    """For each sampling: plain decoding, and every controller with every width. Tuned controllers
-    use their best setting."""
+    """Return the configurations to measure. Each sampling has plain decoding, and every controller
+    with every width. Tuned controllers use their best setting."""
     tuned = {(t.engine, t.sampling, t.width, t.controller): t.chosen for t in tunings}
     found = []
     for sampling in options.samplings:
@@ -327,7 +329,8 @@ def measure(
     options: Options,
     result: Result,
 ) -> Iterator[None]:
-    """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
+    """Run every prompt in every configuration. The order of the configurations rotates from prompt
+    to prompt.
 
     Adds the runs and call latencies for ``engine`` that ``result`` lacks. Plain decoding must be
     among the configurations of each sampling. Yields after each prompt.
@@ -396,6 +399,6 @@ def _run(
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
-    """The items rotated left by ``by``."""
+    """Return the items rotated to the left by ``by`` places."""
     start = by % len(items) if items else 0
     return [*items[start:], *items[:start]]

@@ -18,25 +18,25 @@ class Interval(NamedTuple):
     high: float
 
     def shown(self, style: str = ".2f", scale: float = 1, unit: str = "", bold: bool = True) -> str:
-        """A cell of a table, with numbers in this style."""
+        """Return the interval as a cell of a table. The numbers have this style."""
         median, low, high = (f"{value * scale:{style}}" for value in self)
         return f"{'**' * bold}{median}{unit}{'**' * bold} ({low} to {high})"
 
 
 def resampled(count: int, draws: int = RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
-    """Indices of bootstrap samples [draws, count]."""
+    """Return the indices [draws, count] of bootstrap samples."""
     return np.random.Generator(np.random.PCG64(seed)).integers(count, size=(draws, count))
 
 
 def bounds(samples: NDArray[np.float64]) -> tuple[float, float]:
-    """The percentile interval of a statistic's bootstrap samples."""
+    """Return the percentile interval of a statistic's bootstrap samples."""
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of one value per prompt, and its interval over prompts. The interval is paired if
-    each value compares two runs of a prompt."""
+    """Return the median of one value per prompt, and its interval over prompts. The interval is
+    paired if each value compares two runs of a prompt."""
     data = np.asarray(values, dtype=np.float64)
     return Interval(
         float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1))
@@ -44,7 +44,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The ratio of two sums over the same prompts, with its paired interval over prompts."""
+    """Return the ratio of two sums over the same prompts, and its paired interval over prompts."""
     over = np.asarray(above)
     under = np.asarray(below)
     chosen = resampled(len(over))

@@ -1,5 +1,5 @@
-"""Prompts to measure: bundled prompts, or texts of local files. Some are for tuning, the others are
-reported."""
+"""The prompts to measure. They are the bundled prompts, or texts of local files. Some prompts are
+for tuning, and the others are reported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from eesd.common.json_input import json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
 KEYS = ("text", "prompt", "turns", "messages", "question", "document")
-"""Keys of the texts in public benchmarks and other files: ``turns`` in Spec-Bench and MT-bench,
-``prompt`` in HumanEval, ``question`` in GSM8K."""
+"""The keys that texts have in public benchmarks and other files. Spec-Bench and MT-bench use
+``turns``, HumanEval uses ``prompt``, and GSM8K uses ``question``."""
 REMEDY = f"give a text, or JSON lines with {', '.join(KEYS[:-1])} or {KEYS[-1]}"
 TUNING_EVERY = 4
 """Every fourth prompt of a task is used for tuning and never reported."""
@@ -24,7 +24,7 @@ class TaskPrompt:
     """A prompt as text.
 
     Attributes:
-        id: Unique among the prompts of a measurement.
+        id: A name that is unique among the prompts of a measurement.
         task: The task under which reports list it.
         text: The prompt.
     """
@@ -35,11 +35,11 @@ class TaskPrompt:
 
 
 def read_texts(path: Path) -> list[tuple[str, list[str]]]:
-    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file.
-    Any other file is one text.
+    """Return the task and the parts of each line of a ``.jsonl`` file. The parts are the turns of a
+    conversation, or one text. Any other file is one text.
 
-    A line has one of ``KEYS``. Its task is its ``task`` or ``category``, or else the name of the
-    file.
+    A line has one of ``KEYS``. The task of the line is its ``task`` or ``category``. If it has
+    neither, the task is the name of the file.
 
     Raises:
         EESDError: The file cannot be read, or a line has no text.
@@ -65,8 +65,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
-    """The first part of each text in the files (:func:`read_texts`); without files, the bundled
-    prompts."""
+    """Return the first part of each text in the files (see :func:`read_texts`). If no files are
+    given, the bundled prompts are returned."""
     found = [
         (path, *text) for path in map(Path, files or [str(BUNDLED)]) for text in read_texts(path)
     ]
@@ -79,8 +79,8 @@ def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
 def split_prompts(
     prompts: Sequence[TaskPrompt], tuning: int, reported: int
 ) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
-    """Split prompts into at most ``tuning`` prompts of each task to tune on, and at most
-    ``reported`` to report. Tasks alternate in both.
+    """Split prompts into prompts to tune on (at most ``tuning`` of each task) and prompts to report
+    (at most ``reported`` of each task). Tasks alternate in both lists.
 
     Raises:
         EESDError: A task has fewer than two prompts.

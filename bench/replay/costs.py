@@ -1,4 +1,5 @@
-"""Cost models: seconds of a round by draft steps and verified nodes, measured or predicted."""
+"""Cost models. They give the seconds of a round with a number of draft steps and verified nodes,
+and are measured or predicted."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -13,31 +14,32 @@ from eesd.common.errors import EESDError
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Costs of a round's calls, in any unit: of all draft steps, by their number, and of a verify
-    pass, by its nodes (including the root).
+    """The costs of a round's calls in any unit. ``draft`` maps a number of draft steps to the cost
+    of all these steps, and ``verify`` maps a number of nodes (including the root) to the cost of a
+    verify pass.
 
-    The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights
-    from the processor's caches, so the first step costs more than later ones.
+    The cost of a draft is not proportional to its steps. The verify pass evicts the draft's weights
+    from the processor's caches, so the first step costs more than later steps.
     """
 
     draft: Mapping[int, float]
     verify: Mapping[int, float]
 
     def verify_cost(self, nodes: int) -> float:
-        """v(n): cost of a pass over ``nodes`` nodes, including the root."""
+        """Return v(n), the cost of a pass over ``nodes`` nodes. The root is one of them."""
         return _interpolated(self.verify, nodes)
 
     def draft_cost(self, steps: int) -> float:
-        """d(k): cost of all draft steps of a round. If the cost of only one number of steps is
-        known, costs are assumed to be proportional to it."""
+        """Return d(k), the cost of all draft steps of a round. If the cost of only one number of
+        steps is known, costs are assumed to be proportional to it."""
         return _interpolated({0: 0.0, **self.draft}, steps)
 
     def round_cost(self, steps: int, nodes: int) -> float:
-        """Cost of a round with this number of draft steps and drafted nodes."""
+        """Return the cost of a round with this number of draft steps and drafted nodes."""
         return self.draft_cost(steps) + self.verify_cost(nodes + 1)
 
     def scaled(self, factor: float) -> "CallCosts":
-        """The costs in another unit."""
+        """Return the costs in another unit."""
         draft, verify = (
             {count: cost * factor for count, cost in part.items()}
             for part in (self.draft, self.verify)
@@ -46,7 +48,8 @@ class CallCosts:
 
 
 def _interpolated(costs: Mapping[int, float], count: int) -> float:
-    """Interpolate linearly between known counts; beyond the largest, continue the last segment."""
+    """Interpolate linearly between known counts. Beyond the largest count, the last segment
+    continues."""
     counts = sorted(costs)
     if count <= counts[-1] or len(counts) == 1:
         return float(np.interp(count, counts, [costs[known] for known in counts]))
@@ -55,8 +58,8 @@ def _interpolated(costs: Mapping[int, float], count: int) -> float:
 
 
 def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], CallCosts]:
-    """Seconds by (engine, tree width). At each count, this is the mean over all prompts without the
-    lowest and the highest tenth."""
+    """Return the costs in seconds for each (engine, tree width). The cost at each count is the mean
+    over all prompts without the lowest and the highest tenth."""
     groups: dict[tuple[str, int], list[CallLatency]] = {}
     for latency in latencies:
         groups.setdefault((latency.engine, latency.width), []).append(latency)
@@ -67,7 +70,7 @@ def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], C
 
 
 def _means(tables: Iterable[list[list[float]]]) -> dict[int, float]:
-    """Trimmed means by count, over all tables that have the count."""
+    """Return the trimmed mean at each count over all tables that have the count."""
     found: dict[int, list[float]] = {}
     for count, seconds in (row for table in tables for row in table):
         found.setdefault(int(count), []).append(seconds)
@@ -80,8 +83,8 @@ def _means(tables: Iterable[list[list[float]]]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one device. Raises :class:`EESDError` for costs that are missing or not
-    above 0.
+    """The costs of one model on one device. If costs are missing or not above 0, :class:`EESDError`
+    is raised.
 
     Attributes:
         name: Name in reports.
@@ -116,11 +119,12 @@ class CostModel:
         return cls(name, seconds.scaled(1 / plain), plain)
 
     def chain_costs(self, longest: int) -> list[float]:
-        """Cost, in plain steps, of a round that drafts a chain of 0, 1, ... ``longest`` tokens."""
+        """Return the costs (in plain steps) of rounds that draft a chain of 0, 1, ... ``longest``
+        tokens."""
         return [self.calls.round_cost(n, n) for n in range(longest + 1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The model as JSON values."""
+        """Return the model as JSON values."""
         draft, verify = (
             [[count, cost] for count, cost in part.items()]
             for part in (self.calls.draft, self.calls.verify)
@@ -143,8 +147,8 @@ class CostModel:
 
 
 def _predicted(name: str, draft: float, first: float, last: float) -> CostModel:
-    """Costs from predicted milliseconds: of a draft step, and of verify passes over 1 and 33
-    nodes."""
+    """Make a cost model from predicted milliseconds. They are given for a draft step, and for
+    verify passes over 1 and 33 nodes."""
     return CostModel(
         f"{name}: predicted", CallCosts({1: draft / first}, {1: 1.0, 33: last / first}), first / 1e3
     )
@@ -170,7 +174,7 @@ BUNDLED = CostModel(
     ),
     2.9e-3,
 )
-"""The bundled model, float32, ONNX Runtime, measured on two cores."""
+"""The costs of the bundled model in float32. They were measured with ONNX Runtime on two cores."""
 
 FOUR_BIT = CostModel(
     "4-bit file of 135 M parameters, exit after 4 of 30 layers, 2 CPU cores",
@@ -179,8 +183,8 @@ FOUR_BIT = CostModel(
     ),
     6e-3,
 )
-"""A draft step takes 17 % of a pass, and the host adds 8 % to a round that drafts. Costs of passes
-are from decision 0082."""
+"""A draft step takes 17 % of a pass, and the host adds 8 % to a round that drafts. The costs of
+passes come from decision 0082."""
 
 COST_MODELS = {
     "bundled": BUNDLED,
@@ -201,5 +205,5 @@ COST_MODELS = {
         44.50,
     ),
 }
-"""Cost models by name. Predictions are from docs/predict.md, with constants measured on an
-H200."""
+"""The cost models by name. The predictions come from docs/predict.md, and their constants were
+measured on an H200."""

@@ -1,5 +1,5 @@
-"""Sessions on the clock of another device: each call advances the runtime's clock by its cost in a
-cost model."""
+"""Runs sessions on the clock of another device. Each call advances the runtime's clock by the cost
+that the call has in a cost model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +13,10 @@ Forward = Callable[[Sequence[Call]], list[StepOutputs]]
 
 
 class CountedClock:
-    """Simulated seconds of a device that is not present. Tokens and bits are those of the engines.
-    Controllers, guard and text drafter see these seconds, and decide as they would on that device.
-    The host takes no time, and a piece of a prompt takes the time of a plain step.
+    """Simulated seconds of a device that is not present. The tokens and the bits come from the
+    engines of this machine. Controllers, guard and text drafter see these seconds, and decide as
+    they would on that device. The host takes no time, and a piece of a prompt takes the time of a
+    plain step.
     """
 
     def __init__(self, costs: CostModel) -> None:

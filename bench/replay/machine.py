@@ -1,5 +1,5 @@
-"""A simulated machine: rounds of the real controller and guard on a trace, with noise and
-disturbances, without clocks."""
+"""A simulated machine. It runs rounds of the real controller and guard on a trace with noise and
+disturbances, and uses no clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from eesd.controllers.base import EXIT
 from eesd.runtime.decoding.guard import Guard
 
 COLD = 0.1
-"""Share by which a plain round right after a drafting round is slower: the draft has filled the
-processor's caches."""
+"""A plain round right after a drafting round is slower by this share, because the draft has filled
+the processor's caches."""
 
 STALL_SECONDS = 4e-3
 """Mean length of a stall, during which another program has the processor."""
@@ -27,7 +27,8 @@ seconds."""
 
 
 def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Disturbance:
-    """Slows calls down by these factors from round ``first`` on, until ``seconds`` have passed."""
+    """Return a disturbance that slows calls down by these factors. It begins at round ``first`` and
+    lasts ``seconds``."""
     began: list[float] = []
 
     def factors(rounds: int, now: float) -> tuple[float, float]:
@@ -39,8 +40,8 @@ def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Dist
 
 
 def changing_load(random: np.random.Generator) -> Disturbance:
-    """Other programs come and go. Every 0.7 seconds on average the load changes: calls are up to
-    three times slower, or run at full speed."""
+    """Return the disturbance by other programs that come and go. The load changes every 0.7 seconds
+    on average. Calls are then up to three times slower, or run at full speed."""
     until = 0.0
     factors = (1.0, 1.0)
 
@@ -57,8 +58,8 @@ def changing_load(random: np.random.Generator) -> Disturbance:
 
 
 class Machine:
-    """Seconds of calls: those of ``costs``, with lognormal noise, slowed by a disturbance, and
-    stalled at random times.
+    """Gives the seconds of calls. They are the seconds of ``costs`` with lognormal noise. A
+    disturbance slows calls down, and calls stall at random times.
 
     ``stalls`` is the mean number of stalls per second. A stall lasts 4 ms on average, while another
     program has the processor.
@@ -82,7 +83,7 @@ class Machine:
         self._drafted = False
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Seconds of a round's draft and of its verify pass."""
+        """Return the seconds of a round's draft and of its verify pass."""
         slower = self._disturbance(self._rounds, self._now) if self._disturbance else (1.0, 1.0)
         noise = np.exp(self._noise * self._random.standard_normal(2)).tolist()
         draft = slower[0] * noise[0] * self._costs.draft_cost(steps)
@@ -97,7 +98,7 @@ class Machine:
         return draft, verify
 
     def _stalled(self, seconds: float) -> float:
-        """Seconds of stalls during a call of ``seconds``."""
+        """Return the seconds of stalls during a call that takes ``seconds``."""
         if not self._stalls:
             return 0.0
         return float(
@@ -109,7 +110,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Run:
-    """One decoding run: committed tokens, draft steps and seconds of each round [rounds, 3]."""
+    """One decoding run. ``rounds`` [rounds, 3] has the committed tokens, the draft steps and the
+    seconds of each round."""
 
     rounds: NDArray[np.float64]
 
@@ -119,8 +121,8 @@ class Run:
         return float(self.rounds[:, 2].sum())
 
     def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:
-        """Time lost by drafting on tokens ``first`` to ``last``, as a share of plain decoding's
-        time, without noise and disturbances."""
+        """Return the time that drafting lost on tokens ``first`` to ``last``. It is a share of the
+        time that plain decoding takes, without noise and disturbances."""
         ends = self.rounds[:, 0].cumsum()
         steps = self.rounds[:, 1].astype(int)
         plain = costs.verify_cost(1)
@@ -130,14 +132,14 @@ class Run:
         return float(spent[part].sum() / (plain * self.rounds[part, 0].sum()) - 1)
 
     def drafting(self, first: int) -> float:
-        """Share of drafting rounds after the first ``first`` tokens."""
+        """Return the share of rounds after the first ``first`` tokens that drafted."""
         return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
 
 def decode(
     trace: Trace, machine: Machine, controller: Controller | None = None, guard: Guard | None = None
 ) -> Run:
-    """Decode all requests of a trace in one process; plainly without a controller."""
+    """Decode all requests of a trace in one process. Without a controller, decoding is plain."""
     rounds: list[tuple[int, int, float]] = []
     for request in trace.requests:
         if controller:

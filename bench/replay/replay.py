@@ -1,9 +1,9 @@
-"""Replay one controller on a trace under a cost model: thousands of rounds per second, without an
-engine.
+"""Replay one controller on a trace under a cost model. A replay needs no engine and runs thousands
+of rounds per second.
 
-Costs are in plain steps, so tokens per unit of cost equal the speed relative to plain decoding. All
-comparisons are paired: all controllers decode the same text, and the bootstrap resamples whole
-requests.
+Costs are in plain steps, so the number of tokens per unit of cost is the speed relative to plain
+decoding. All comparisons are paired, because all controllers decode the same text and the bootstrap
+resamples whole requests.
 """
 
 import time
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 DRAWS = 2000
 """Bootstrap samples."""
 OFF = "off"
-"""Plain decoding, in tables and JSON."""
+"""The name of plain decoding in tables and JSON."""
 
 
 class Threshold(Controller):
@@ -39,7 +39,7 @@ class Threshold(Controller):
 
 
 REPLAYED = CONTROLLERS | {"threshold": Threshold}
-"""All controllers of a replay, by name."""
+"""All controllers of a replay by name."""
 
 
 class Clairvoyant(Controller):
@@ -65,13 +65,14 @@ class Clairvoyant(Controller):
 
 @dataclass(frozen=True)
 class Replay:
-    """One controller on one trace. Costs are in plain steps and include the controller's own time,
-    spread over the rounds.
+    """The result of one controller on one trace. Costs are in plain steps. They include the
+    controller's own time, which is spread evenly over the rounds.
 
     Attributes:
         tokens, cost: Tokens and seconds of each request [R].
-        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. With
-            several seeds, the rounds of the first seed.
+        rounds: One row [n, 4] for each round. It has the request, the number of committed tokens,
+            the number of draft tokens, and the cost. If there are several seeds, these are the
+            rounds of the first seed.
         own_seconds: The controller's own time per round, measured on this machine.
     """
 
@@ -83,18 +84,19 @@ class Replay:
 
     @property
     def speed(self) -> float:
-        """Tokens per plain step over all requests: the speed-up over plain decoding in total
-        time."""
+        """The tokens per plain step over all requests. This is the speed-up over plain decoding in
+        total time."""
         return float(self.tokens.sum() / self.cost.sum())
 
 
 def replay(
     name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True
 ) -> Replay:
-    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it
-    goes on learning from request to request.
+    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, the
+    controller goes on learning from request to request.
 
-    With ``charge``, costs include the controller's own time, except for a :class:`Clairvoyant`.
+    If ``charge`` is True, the costs include the controller's own time (except for a
+    :class:`Clairvoyant`).
     """
     table = costs.chain_costs(trace.depth)
     plain = costs.plain_seconds
@@ -144,7 +146,8 @@ def chain_outcome(
     verify_seconds: float,
     expected: float | None = None,
 ) -> RoundOutcome:
-    """A round of a chain of ``drafted`` tokens, all of which were verified."""
+    """Return the outcome of a round that drafted a chain of ``drafted`` tokens. All of them were
+    verified."""
     return RoundOutcome(
         steps=drafted,
         depth=drafted,
@@ -167,8 +170,8 @@ def teach(controller: Controller, outcome: RoundOutcome) -> None:
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
-    """The number of tokens of a chain that a controller drafts, at most ``room``. Calls the
-    controller as a session does."""
+    """Return the number of tokens of a chain that a controller drafts, which is at most ``room``.
+    This function calls the controller as a session does."""
     if not room:
         return 0
     length = controller.begin_round(1)
@@ -183,8 +186,8 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 def replay_seeds(
     spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None
 ) -> Replay:
-    """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration
-    prior."""
+    """Replay a controller with several seeds and return the mean costs. ``prior`` is the
+    controller's calibration prior."""
     replays = [
         replay(spec, make_controller(spec, seed, prior, kinds=REPLAYED), trace, costs)
         for seed in range(seeds)
@@ -212,8 +215,8 @@ class _FixedLength(Fixed):
 
 
 def fastest(replays: Sequence[Replay]) -> Replay:
-    """The replay with the highest speed. Applied to :func:`replay_fixed_lengths`, the best fixed
-    length in hindsight."""
+    """Return the replay with the highest speed. For the result of :func:`replay_fixed_lengths`,
+    this is the best fixed length in hindsight."""
     return max(replays, key=lambda run: run.speed)
 
 
@@ -227,10 +230,10 @@ class Ratio:
 
 
 def speed_ratio(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None) -> Ratio:
-    """Speed of ``run`` over that of ``base`` on the same trace, with the 95 % interval of a paired
-    bootstrap over requests.
+    """Return the speed of ``run`` divided by the speed of ``base`` on the same trace. The 95 %
+    interval comes from a paired bootstrap over requests.
 
-    ``requests`` is a mask [R] of the requests to use; None for all.
+    ``requests`` is a mask [R] of the requests to use, or None to use all requests.
     """
     columns = np.stack([run.tokens, run.cost, base.tokens, base.cost], axis=1)
     if requests is not None:

@@ -32,29 +32,30 @@ from eesd.controllers import make_controller
 MEASURED = "measured"
 """Name of the cost model that was measured on the trace's engine."""
 SEEDS = 5
-"""Seeds of each controller that learns."""
+"""Number of seeds of each controller that learns."""
 
-# Labels of controllers in tables and JSON, besides OFF and the controllers' names.
+# Labels of controllers in tables and JSON. OFF and the controllers' names are labels as well.
 HINDSIGHT = "best fixed in hindsight"
 CLAIRVOYANT = "clairvoyant"
 TUNED = {
     "fixed, tuned": tuple(f"fixed:k={k}" for k in range(1, 13)),
     "threshold, tuned": tuple(f"threshold:p={p / 20}" for p in range(2, 19)),
 }
-"""Controllers that are tuned, and their candidates."""
+"""The controllers that are tuned, with their candidates."""
 LEARNING = ("beta-ts", "calibration-ts", "cost-aware-ts")
 """Controllers that learn on the trace."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One controller, by its label in tables and its options. Ratios are ratios of speeds, with 95
-    % intervals.
+    """The figures of one controller. ``controller`` is its label in tables, and ``spec`` has its
+    options. All ratios are ratios of speeds with 95 % intervals.
 
     Attributes:
-        speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length
-            in hindsight, and to the clairvoyant.
-        by_task: Relative to the best fixed length of each task, on the requests of that task.
+        speedup, over_best_fixed, of_ceiling: The speed relative to plain decoding, to the best
+            fixed length in hindsight, and to the clairvoyant controller.
+        by_task: The speed on the requests of each task, relative to the best fixed length of that
+            task.
         own_microseconds: The controller's own time per round.
     """
 
@@ -70,10 +71,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All controllers on one trace, under one cost model.
+    """The figures of all controllers on one trace under one cost model.
 
     Attributes:
-        best_by_task: The best fixed length of each task, in hindsight.
+        best_by_task: The fixed length that is best for each task in hindsight.
         rows: A row for each controller.
     """
 
@@ -83,7 +84,7 @@ class Comparison:
     rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
+        """Return the comparison as JSON values."""
         return asdict(self) | {"costs": self.costs.to_dict()}
 
     @classmethod
@@ -127,7 +128,7 @@ class Simulation(Saved):
 
     @classmethod
     def prepare(cls, trace: Trace, tuning: Trace, costs: Sequence[str]) -> Self:
-        """A simulation of the reported and the tuning prompts, without comparisons;
+        """Make a simulation of the reported and the tuning prompts that has no comparisons.
         :func:`run_simulation` adds them.
 
         Raises:
@@ -141,8 +142,8 @@ class Simulation(Saved):
 
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's costs. Without
-    a trace, only the names are checked.
+    """Look up cost models by name. A name is a key of ``COST_MODELS``, or ``measured`` for the
+    trace's costs. Without a trace, only the names are checked.
 
     Raises:
         EESDError: A name is unknown, or the trace has no measured costs.
@@ -177,8 +178,8 @@ def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Itera
 def compare_on_trace(
     name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS
 ) -> Comparison:
-    """Replay all controllers on a trace: tuned controllers with the setting that is fastest on
-    ``tuning``, learning controllers with several seeds."""
+    """Replay all controllers on a trace. Tuned controllers have the setting that is fastest on
+    ``tuning``, and learning controllers are replayed with several seeds."""
     fixed = replay_fixed_lengths(trace, costs)
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():
@@ -203,8 +204,8 @@ def compare_on_trace(
 
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The spec that is fastest on the tuning trace. The controllers' own time is not counted,
-    because it is equal for all candidates."""
+    """Return the spec that is fastest on the tuning trace. The controllers' own time is not
+    counted, because it is equal for all candidates."""
     return max(
         specs,
         key=lambda spec: (
@@ -214,7 +215,7 @@ def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
 
 
 def _fastest_on(runs: Sequence[Replay], mask: NDArray[np.bool_]) -> Replay:
-    """The replay that is fastest on the requests of the mask [R]."""
+    """Return the replay that is fastest on the requests of the mask [R]."""
     return max(runs, key=lambda run: run.tokens[mask].sum() / run.cost[mask].sum())
 
 

@@ -15,19 +15,20 @@ from eesd.controllers import make_controller
 from eesd.runtime.decoding.guard import Guard
 
 PRIOR = CalibrationPrior(accept=(0, 0, 1, 0, 0), following=(0, 0, 1, 0, 0))
-"""Calibration prior of the synthetic heads, which takes the stated confidence at face value."""
+"""The calibration prior of the synthetic heads. It takes the stated confidence at face value."""
 HEADS = {
     "useless": SyntheticStream("useless", (0.02, 0.1), 0.5, 0.25, 1.5),
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
     "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
 }
-"""Heads by name: a useless head, a head whose acceptance of .19 looks like .45, and a head that
-pays 1.15x with costs ``4bit``."""
+"""The synthetic heads. The first is useless, the second has an acceptance of .19 but looks like
+.45, and the third gives a speed-up of 1.15 with the costs ``4bit``."""
 MACHINES = ("steady", "load", "stalls", "burst")
-"""Disturbances: none, other programs that come and go, 20 stalls per second, and one second with
-calls five times slower."""
+"""The disturbances of the machines. These are no disturbance, other programs that come and go, 20
+stalls per second, and one second in which calls are five times slower."""
 NOISE = (0.02, 0.15)
-"""Range of the standard deviation of the logarithm of a call's seconds."""
+"""The range from which the noise is drawn. It is the standard deviation of the logarithm of a
+call's seconds."""
 STALLS = 20.0
 """Stalls per second. With passes of 6 ms, every eighth pass has a stall."""
 REQUESTS = 18
@@ -38,8 +39,8 @@ SETTLED = 256
 
 @dataclass(frozen=True)
 class Start:
-    """Time that one process lost by drafting, as a share of plain decoding's time without noise and
-    disturbances.
+    """The time that one process lost by drafting. It is given as a share of the time that plain
+    decoding takes, without noise and disturbances.
 
     Attributes:
         first: Loss over the first 100 tokens.
@@ -57,11 +58,11 @@ class Start:
 def simulate_starts(
     head: SyntheticStream | Trace, costs: CostModel, machine: str, spec: str, starts: int
 ) -> Iterator[Start]:
-    """Start processes that decode with a fresh controller (``spec``) and a fresh guard, on one of
-    ``MACHINES``.
+    """Start processes on one of ``MACHINES``. Each decodes with a fresh controller (``spec``) and a
+    fresh guard.
 
     The drafts are synthetic or recorded. With recorded drafts, each process decodes the requests in
-    a different order. ``costs`` are those of an undisturbed machine.
+    a different order. ``costs`` are the costs on an undisturbed machine.
     """
     seconds = costs.calls.scaled(costs.plain_seconds)
     for seed in range(starts):
@@ -88,8 +89,8 @@ def simulate_starts(
 
 
 def table(head: str, machine: str, found: Sequence[Start]) -> str:
-    """A line for the starts of one head on one machine. For each figure it has the worst value, the
-    worst value without the worst 5 %, and the median."""
+    """Return a line for the starts of one head on one machine. It shows three values of each
+    figure: the worst value, the worst value that remains without the worst 5 %, and the median."""
     parts = [
         f"{label} {_spread([getattr(start, name) for start in found], worst)}"
         for label, name, worst in (

@@ -14,11 +14,12 @@ class SyntheticStream:
 
     Attributes:
         name: Name in reports.
-        levels: Probability of acceptance of each level, ascending.
+        levels: The probability of acceptance at each level, in ascending order.
         stay: Probability that a position keeps its predecessor's level. If not, the level is drawn
             uniformly.
         spread: Standard deviation of the log-odds of acceptance between requests.
-        overconfidence: Difference between the log-odds that draft steps show and the true log-odds.
+        overconfidence: The difference between the log-odds that draft steps show and the true
+            log-odds.
     """
 
     name: str
@@ -28,8 +29,8 @@ class SyntheticStream:
     overconfidence: float = 0.0
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw requests of ``tokens`` tokens. Each draft step reports a chance of acceptance; the
-        margin is its log-odds."""
+        """Draw requests of ``tokens`` tokens. Each draft step reports a chance of acceptance, and
+        its margin is the log-odds of this chance."""
         rng = np.random.default_rng(seed)
         return Trace(
             tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name}
@@ -46,9 +47,9 @@ class SyntheticStream:
         odds = np.log(np.array(self.levels) / (1 - np.array(self.levels)))[level]
         odds = odds + self.spread * rng.standard_normal() if self.spread else odds
         chances, shown = (1 / (1 + np.exp(-z)) for z in (odds, odds + self.overconfidence))
-        # One draw per text position, shared by all roots. Every policy judges a position at most
-        # once, so the distribution equals that of one draw per root, and two policies on one stream
-        # have the same luck.
+        # There is one draw for each text position, which all roots share. Every policy judges a
+        # position at most once, so the distribution is the same as with one draw for each root. Two
+        # policies on one stream therefore have the same luck.
         right = rng.random(tokens + depth) < chances
         probability, right = (
             sliding_window_view(array, depth)[1 : tokens + 1] for array in (shown, right)

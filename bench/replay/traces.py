@@ -1,13 +1,13 @@
-"""Traces of real runs, on which any drafting policy can be replayed exactly, and code that records
-them.
+"""Traces of real runs and code that records them. Any drafting policy can be replayed exactly on a
+trace.
 
 Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
-depend on the policy. The policy only determines which positions of the text become roots. So for
-*every* position of the text as root, a trace holds the chain that the draft proposes there (up to
-``depth`` tokens, each conditioned on the previous ones), the controller's features of each token,
-and the number of tokens that the verifier accepts. A replay starts at position 0, lets the policy
-draft n tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those
-of a real run with this policy.
+depend on the policy. The policy only determines which positions of the text become roots. So a
+trace treats *every* position of the text as a root. It holds the chain that the draft proposes
+there (up to ``depth`` tokens, each conditioned on the previous tokens), the features of each token
+that a controller sees, and the number of tokens that the verifier accepts. A replay starts at
+position 0, lets the policy draft n tokens of the chain, and continues at position + min(n,
+accepted) + 1. Its rounds are the same as in a real run with this policy.
 
 Chains continue after their first wrong token, because a policy may draft beyond it.
 """
@@ -56,11 +56,11 @@ class TracedRequest:
 
     Attributes:
         task: Task of the prompt.
-        logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth];
-            NaN beyond the last token that the request may draft. The logarithm keeps probabilities
-            near 0 and near 1 precise in float16.
-        margin: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
-        accepted: Number of tokens of each chain that the verifier accepts [T].
+        logprob: Logarithm [T, depth] of the probability in :class:`~eesd.controllers.DraftStep`. It
+            is NaN beyond the last token that the request may draft. The logarithm keeps
+            probabilities near 0 and near 1 precise in float16.
+        margin: The margin [T, depth] as in :class:`~eesd.controllers.DraftStep`.
+        accepted: Number [T] of tokens of each chain that the verifier accepts.
     """
 
     task: str
@@ -90,8 +90,8 @@ class TracedRequest:
         ]
 
     def room(self, position: int) -> int:
-        """Number of tokens that a round at ``position`` may draft: the bonus token must fit after
-        them."""
+        """Return the number of tokens that a round at ``position`` may draft. The bonus token must
+        fit after them."""
         return min(self.tokens - 1 - position, int(self.logprob.shape[1]))
 
 
@@ -101,7 +101,8 @@ class Trace:
 
     Attributes:
         requests: The requests.
-        origin: Engine, options and prompts. Traces with equal origins have equal requests.
+        origin: The engine, the options and the prompts. Traces with equal origins have equal
+            requests.
         costs: Costs measured on the engine that ran the requests.
         prior: Calibration prior in that engine's directory.
     """
@@ -118,7 +119,7 @@ class Trace:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks, in order of first appearance."""
+        """The tasks in order of first appearance."""
         return list(dict.fromkeys(request.task for request in self.requests))
 
     def save(self, path: Path) -> None:
@@ -181,7 +182,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def check_same_origin(trace: Trace, tuning: Trace) -> None:
-    """Raise :class:`EESDError` unless both traces have the same engine and options, and different
+    """Raise :class:`EESDError` unless both traces have the same engine and options but different
     prompts."""
     if trace.origin.get("prompts") == tuning.origin.get("prompts"):
         raise EESDError("Both traces have the same prompts; tune on prompts that are not reported.")
@@ -224,7 +225,8 @@ class ChainDrafter:
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens. Returns the tokens, and a controller's features of each."""
+        """Draft ``count`` tokens. Returns the tokens, and the features of each token that a
+        controller sees."""
         tokens = self._session.tokens
         steps = list[DraftStep]()
         tree = DraftTree(tokens[-1], count)
@@ -247,7 +249,7 @@ def record(
 ) -> TracedRequest:
     """Generate after a prompt, and draft ``depth`` tokens from every position.
 
-    The LLM is loaded with speculation; its controller is not used.
+    The LLM must have been loaded with speculation, but its controller is not used.
 
     Raises:
         EESDError: The sampling is ``rejection``, or the engine does not allow the depth.
@@ -283,7 +285,7 @@ def record(
 
 
 def _num_equal(chain: list[int], text: list[int]) -> int:
-    """Length of the common prefix of the chain and the text."""
+    """Return the length of the common prefix of the chain and the text."""
     return next(
         (
             i
@@ -297,11 +299,11 @@ def _num_equal(chain: list[int], text: list[int]) -> int:
 def record_traces(
     bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path
 ) -> Iterator[None]:
-    """Record two traces of one engine: one of the tuning prompts and one of the reported prompts.
-    Yields after each prompt.
+    """Record two traces of one engine. One has the tuning prompts, and the other has the reported
+    prompts. Yields after each prompt.
 
-    ``options`` set the sampling, and the number of prompts of each task to record. If interrupted,
-    it leaves no old trace next to a new one in ``output``.
+    ``options`` sets the sampling and the number of prompts of each task to record. If the recording
+    is interrupted, no old trace is left next to a new one in ``output``.
 
     Raises:
         EESDError: The depth is not allowed, or no prompt fits.
@@ -337,7 +339,7 @@ def record_traces(
 
 
 def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options) -> CostModel:
-    """Costs of a chain's calls, measured in rounds after these prompts."""
+    """Measure the costs of a chain's calls in rounds after these prompts."""
     latencies = [latency for prompt in prompts for latency in bench.latencies("", prompt, options)]
     manifest = bench.manifest
     return CostModel.from_seconds(
@@ -348,7 +350,7 @@ def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Opti
 def _origin(
     bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int
 ) -> dict[str, Any]:
-    """Everything that determines the requests of a trace."""
+    """Return everything that determines the requests of a trace."""
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     chosen = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""A measurement as a chart: the speed-up by kind of prompt, and acceptance by depth."""
+"""Draws a measurement as a chart. The chart shows the speed-up for each kind of prompt, and the
+acceptance at each depth."""
 
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from eesd.common.charts import draw_acceptance, drawn
 
 ALL = "all prompts"
 FEWEST = 5
-"""Minimum number of judged tokens at a depth that is drawn."""
+"""A depth is drawn only if at least this number of tokens was judged at it."""
 
 
 def draw_result(result: Result, path: Path) -> None:
@@ -44,7 +45,7 @@ def draw_result(result: Result, path: Path) -> None:
 
 
 def _label(summary: Summary, several: bool) -> str:
-    """Name of a configuration, different from all other names in the chart."""
+    """Return the name of a configuration. It differs from all other names in the chart."""
     c = summary.configuration
     parts = [c.sampling, "chain" if c.width == 1 else f"tree of {c.width}"]
     parts += ["budget"] if c.budget else []

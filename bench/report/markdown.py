@@ -29,7 +29,7 @@ def write_report(
 
     Args:
         results: Measurements.
-        simulations: Replays; their sections come last.
+        simulations: The replays. Their sections come last.
         output: Markdown file.
         first: Lines of sections that come first.
 
@@ -57,8 +57,8 @@ def write_report(
 
 
 def _once(lines: Sequence[str]) -> list[str]:
-    """The lines without repeated paragraphs, and without the empty line after each repeated
-    paragraph."""
+    """Return the lines without repeated paragraphs. The empty line after each repeated paragraph is
+    left out as well."""
     seen: set[str] = set()
     found: list[str] = []
     skipped = False
@@ -73,7 +73,8 @@ def _once(lines: Sequence[str]) -> list[str]:
 
 
 class _Section:
-    """The section of one result. With several engines, only the best fixed lengths are shown."""
+    """Return the section of one result. With several engines, only the best fixed lengths are
+    shown."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -274,7 +275,7 @@ class _Section:
 
 
 def _equality(summaries: Sequence[Summary]) -> str:
-    """A sentence on the number of drafting runs that gave the tokens of plain decoding."""
+    """Return a sentence that says how many drafting runs gave the tokens of plain decoding."""
     if summaries[0].configuration.sampling == "rejection":
         return (
             "Rejection sampling promises the distribution of plain decoding, not its tokens, so "
@@ -292,7 +293,7 @@ def _equality(summaries: Sequence[Summary]) -> str:
 
 
 def _length(configuration: Configuration) -> int:
-    """The fixed length; 0 for other controllers."""
+    """Return the fixed length, or 0 for other controllers."""
     name, _, length = (configuration.controller or "").partition(":k=")
     return int(length) if name == "fixed" else 0
 

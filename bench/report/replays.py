@@ -8,7 +8,7 @@ DEFAULT_CONTROLLER = "cost-aware-ts"
 
 
 def replay_section(simulation: Simulation) -> list[str]:
-    """The lines of one simulation."""
+    """Return the lines of one simulation."""
     lines = [
         f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}",
         "",
@@ -55,7 +55,8 @@ def _setting(simulation: Simulation) -> list[str]:
 
 
 def _costs(found: Comparison) -> list[str]:
-    """A table with the seconds of a plain step, and the costs of calls in plain steps."""
+    """Return a table that has the seconds of a plain step, and the costs of calls in plain
+    steps."""
     calls = found.costs.calls
     plain = found.costs.plain_seconds
     draft = ", ".join(f"{steps}: {calls.draft_cost(steps):.2f}" for steps in (1, 2, 4, 8))
@@ -88,7 +89,8 @@ def _table(found: Comparison) -> list[str]:
 
 
 def _by_task(found: Comparison) -> list[str]:
-    """The default controller compared with the best fixed length of each task."""
+    """Return a table that compares the default controller with the best fixed length of each
+    task."""
     by_task = next(row for row in found.rows if row.controller == DEFAULT_CONTROLLER).by_task
     rows = [
         [task, f"`{found.best_by_task[task]}`", _gain(ratio)] for task, ratio in by_task.items()

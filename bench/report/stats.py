@@ -1,5 +1,5 @@
-"""Statistics of each configuration, paired with plain decoding, and the speed-up that call costs
-predict."""
+"""Statistics of each configuration compared with plain decoding, and the speed-up that the costs of
+calls predict."""
 
 import statistics
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from eesd.bench.replay.costs import CallCosts, mean_call_costs
 
 
 def predicted_seconds(run: Run, costs: CallCosts) -> float:
-    """Predict a run's decode seconds: the costs of its rounds plus the host's measured time."""
+    """Predict a run's decode seconds. They are the costs of its rounds plus the host's measured
+    time."""
     return (
         sum(costs.round_cost(steps, nodes) * count for steps, nodes, count in run.rounds)
         + run.host_seconds
@@ -20,22 +21,25 @@ def predicted_seconds(run: Run, costs: CallCosts) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """One configuration over all prompts, compared with plain decoding of the same prompts.
+    """The figures of one configuration over all prompts. It is compared with plain decoding of the
+    same prompts.
 
     Attributes:
-        speedup: Median, across prompts, of plain / drafting decode seconds.
-        speedup_total: Plain / drafting decode seconds, each summed across all prompts.
-        against_fixed: Median, across prompts, of the best fixed length's decode seconds / this
-            configuration's, with the same sampling and width. None if there is no fixed length, or
-            if this configuration uses it.
-        by_task: The same as ``speedup`` for each task.
-        predicted: ``speedup_total``, predicted by :func:`predicted_seconds`; None if call costs
-            were not measured.
-        plain_tokens_per_second, tokens_per_second: Medians across prompts.
-        acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
+        speedup: Median over the prompts of the decode seconds of plain decoding divided by those of
+            drafting.
+        speedup_total: The decode seconds of plain decoding divided by those of drafting, where both
+            are summed over all prompts.
+        against_fixed: Median over the prompts of the decode seconds of the best fixed length
+            divided by those of this configuration. Both have the same sampling and width. None if
+            there is no fixed length, or if this configuration uses it.
+        by_task: The value of ``speedup`` for each task.
+        predicted: The value of ``speedup_total`` that :func:`predicted_seconds` predicts, or None
+            if the costs of calls were not measured.
+        plain_tokens_per_second, tokens_per_second: Medians over the prompts.
+        acceptance: The numbers of [accepted, judged] draft tokens at depth 1, 2, ...
         host_share: Share of the decode time outside both engines.
         equal: Number of prompts whose tokens equal those of plain decoding.
-        worst_gap: Largest logit gap where tokens differ; None if none differ.
+        worst_gap: Largest logit gap at which tokens differ, or None if no tokens differ.
     """
 
     configuration: Configuration
@@ -92,8 +96,8 @@ def _summary(
     costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
-    """Summarize a configuration's runs, by prompt, compared with those of plain decoding and of the
-    fixed length."""
+    """Summarize a configuration's runs (by prompt), and compare them with the runs of plain
+    decoding and of the fixed length."""
     runs = list(own.values())
     plains = [plain[prompt] for prompt in own]
     ratios = {
@@ -135,8 +139,8 @@ def _summary(
 
 
 def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
-    """The best fixed length by (engine, sampling, width): the tuned length, or else the best in
-    hindsight."""
+    """Return the best fixed length for each (engine, sampling, width). This is the tuned length, or
+    the best length in hindsight if no length was tuned."""
     seconds: dict[Configuration, float] = {}
     for run in result.runs:
         configuration = result.configurations[run.configuration]
