@@ -2,8 +2,8 @@
 transformers.
 
 Templates run with limits (:mod:`eesd.runtime.template_limits`). Within the limits, the text is the
-same as that of transformers; ``tests/text/test_chat_template.py`` compares many templates and
-conversations.
+same as the text that transformers renders. ``tests/text/test_chat_template.py`` compares the two
+for many templates and conversations.
 """
 
 import json
@@ -23,10 +23,10 @@ from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.template_limits import LimitedEnvironment
 
 Message = Mapping[str, Any]
-"""A chat message: ``role``, ``content``, and other fields that the template uses."""
+"""A chat message. It has a ``role``, a ``content``, and other fields that the template uses."""
 Tool = Mapping[str, Any]
-"""A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
-``description`` and ``parameters``."""
+"""A tool in the form of OpenAI's API. Its ``type`` is ``function``, and its ``function`` has
+``name``, ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of fields that may hold a message's reasoning. Templates read one of the first two
 fields."""
@@ -63,11 +63,11 @@ class ChatTemplate:
         answer: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render messages, and the beginning of the answer.
+        """Render messages and the beginning of the answer as text.
 
         Args:
-            messages: At least one message. ``content`` is a text or a list of text parts. A
-                template that does not read parts gets their texts, one per line.
+            messages: The messages, at least one. ``content`` is a text or a list of text parts. If
+                the template does not read parts, it gets their texts joined by line breaks.
             tools: Functions that the model may call, as in OpenAI's API. Some templates ignore
                 them; see :attr:`reads_tools`.
             answer: Whether to begin an answer after the messages.
@@ -111,8 +111,8 @@ class ChatTemplate:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the variables that the template reads. Raises :class:`EESDError` if the template
-        is not valid."""
+        """The names of the variables that the template reads. Raises :class:`EESDError` if the
+        template is not valid."""
         try:
             return self._compiled[2]
         except TemplateError as error:
@@ -129,8 +129,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
-        """The template as code that is not tied to an environment; whether it reads the parts of a
-        message's content; and the names of its variables."""
+        """Compile the template to code that is not tied to an environment. Also return whether the
+        template reads the parts of a message's content, and the names of its variables."""
         environment = _environment()
         tree = environment.parse(self.source)
         names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
@@ -138,8 +138,8 @@ class ChatTemplate:
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
-    """A copy of a message as a template sees it: without values that are None, and with the
-    reasoning in all of its possible fields.
+    """Return a copy of a message as a template sees it. Values that are None are left out, and the
+    reasoning is in all of its possible fields.
 
     Raises:
         EESDError: The message has no role, its content is not text, or a value is not plain data.
@@ -163,8 +163,8 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A deep copy in Python's built-in types for JSON. The copy is needed because custom methods of
-    an object could do anything when the template uses it."""
+    """Return a deep copy that consists of Python's built-in types for JSON. The copy is needed
+    because the methods of a custom object could do anything when the template uses the object."""
     if depth > MAX_DEPTH:
         raise EESDError(f"{name} is nested too deeply; give at most {MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
@@ -212,8 +212,8 @@ def _without_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template iterates over the items of a message's content, in a loop or with a filter
-    such as ``selectattr``.
+    """Return whether a template iterates over the items of a message's content. It may do so in a
+    loop or with a filter such as ``selectattr``.
 
     Content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a
     variable to which any of these was assigned.
@@ -259,11 +259,11 @@ class _Namespace(Namespace):
     """The object that ``namespace()`` makes. It holds values that loops may set."""
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # bounded size, whatever the values
+        return "<Namespace>"  # its size is bounded, whatever the values are
 
 
 def _environment() -> LimitedEnvironment:
-    """The environment that transformers gives to templates, with limits."""
+    """Make the environment that transformers gives to templates, and add limits."""
     options: dict[str, Any] = {
         "trim_blocks": True,
         "lstrip_blocks": True,
@@ -285,8 +285,8 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON in the form on which models were trained: unlike Jinja's filter, without escapes for
-    HTML."""
+    """Return JSON in the form on which models were trained. Unlike Jinja's filter, it does not
+    escape characters for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -99,10 +99,12 @@ loading_options = cli.options(
 
 
 def speculation_of(options: dict[str, Any]) -> Speculation:
-    """The drafting options of a command, whether or not it has ``--no-draft``.
+    """Return the drafting options of a command. The command may or may not have the option
+    ``--no-draft``.
 
     Raises:
-        EESDError: A value cannot be used, or an option needs drafting but ``--no-draft`` is given.
+        EESDError: A value cannot be used, or ``--no-draft`` is given together with an option that
+            needs drafting.
     """
     if options.get("comparing") and options["no_draft"]:
         raise EESDError("--compare needs drafting; leave --no-draft out.")
@@ -209,10 +211,10 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
 
 
 def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
-    """Kind and value of the constraint in the options.
+    """Return the kind and the value of the constraint in the options.
 
     Raises:
-        EESDError: There are several constraints, or options that exclude each other.
+        EESDError: The options have several constraints, or exclude each other.
     """
     kinds = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
     given = [name for name in kinds if options[name] is not None]
@@ -243,7 +245,7 @@ def _compiled(constraint: tuple[str, str] | None, llm: LLM) -> Callable[[], Cons
 
 
 def _asked(options: dict[str, Any]) -> Options:
-    """A request's options, from the command's options."""
+    """Make a request's options from the command's options."""
     return {
         "max_new_tokens": options["max_new_tokens"],
         "stop": options["stop"],
@@ -287,7 +289,8 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
-    """Prompts from the options, a file, or stdin. With ``chat``, they become chat messages."""
+    """Read prompts from the options, a file, or stdin. If ``chat`` is True, they become chat
+    messages."""
     found: list[Any] = [_stdin() if text == "-" else text for text in prompts]
     if file is not None:
         text = read_text(file, "give UTF-8 text")
@@ -304,7 +307,7 @@ def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[
 
 
 def _stdin() -> str:
-    """All of stdin as text."""
+    """Read all of stdin as text."""
     if sys.stdin is None:
         raise EESDError("There is no prompt: stdin is closed; give --prompt or --prompt-file.")
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -314,8 +317,8 @@ def _stdin() -> str:
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:
-    """Prompts from JSON lines. Each line is a string, or an object with ``prompt`` (text or token
-    ids) or ``messages``."""
+    """Read prompts from JSON lines. Each line is a string, or an object with ``prompt`` (text or
+    token ids) or ``messages``."""
     prompts = []
     for number, value in json_lines(text, str(file), "give one JSON value a line"):
         if isinstance(value, dict):
@@ -369,7 +372,7 @@ def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str,
 
 
 def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
-    """A conversation on the terminal, until end of input."""
+    """Hold a conversation on the terminal until the end of the input."""
     # Refuse a model without a chat template before the user types anything.
     llm.encode([{"role": "user", "content": "Hello"}])
     messages: list[dict[str, str]] = []
@@ -432,7 +435,8 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
 
 
 def _acceptance_by_depth(runs: Sequence[Stats]) -> str:
-    """Share of accepted draft tokens at each of the first depths, over several runs together."""
+    """Return the share of draft tokens that were accepted at each of the first depths, over several
+    runs together."""
     accepted = zip_longest(*(one.accepted_at_depth for one in runs), fillvalue=0)
     judged = zip_longest(*(one.verified_at_depth for one in runs), fillvalue=0)
     pairs = [(sum(good), sum(all_)) for good, all_ in zip(accepted, judged, strict=True)]
@@ -462,8 +466,8 @@ def _shares(stats: Stats) -> str:
 def _compare(
     llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: dict[str, Any]
 ) -> None:
-    """Run prompts with and without drafting, and show texts and speeds, or print an object for each
-    prompt (``--json``)."""
+    """Run prompts with and without drafting. Show the texts and speeds or, with ``--json``, print
+    an object for each prompt."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
         chosen = sampling.of_text(number - 1)
@@ -482,7 +486,7 @@ def _compare(
 
 
 def _question(prompt: Prompt) -> str:
-    """A prompt in one line: its text, or its last message."""
+    """Return a prompt as one line. This is its text or its last message."""
     if isinstance(prompt, str):
         text = prompt
     else:
@@ -507,8 +511,8 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:
-    """Print a table on stderr: speeds, speed-ups, and whether tokens and logits are equal, with a
-    row for each prompt and a row for all prompts."""
+    """Print a table on stderr. It has a row for each prompt and a row for all prompts. The columns
+    show speeds, speed-ups, and whether tokens and logits are equal."""
     several = len(found) > 1
     table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
     for number, comparison in enumerate(found, start=1):
@@ -548,13 +552,13 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
 
 
 def _rate(runs: Sequence[Stats]) -> float:
-    """Tokens per second over several runs together."""
+    """Return the tokens per second over several runs together."""
     return sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs)
 
 
 def _speeds(found: Sequence[Comparison]) -> list[str]:
-    """The cells of a row, computed from all tokens, seconds, rounds and judged draft tokens of the
-    runs."""
+    """Return the cells of a row. They are computed from all tokens, seconds, rounds and judged
+    draft tokens of the runs."""
     plain = [one.plain for one in found]
     drafting = [one.drafting for one in found]
     rates = [_rate(plain), _rate(drafting)]

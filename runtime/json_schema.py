@@ -1,5 +1,5 @@
-"""Prepare JSON schemas for llguidance: remove keywords without effect, and refuse schemas that
-cannot be followed, with the place of the problem.
+"""Prepare JSON schemas for llguidance. This removes keywords that have no effect, and refuses
+schemas that cannot be followed. The error gives the place of the problem.
 
 Schemas follow JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m
 lab.schemas`` runs its test suite.
@@ -19,10 +19,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from eesd.common.errors import EESDError
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Blanks in JSON: at most one after ``,`` and ``:``. A model that may write endless blanks
-sometimes does so."""
+"""JSON may have at most one blank after ``,`` and after ``:``. A model that may write endless
+blanks sometimes does so."""
 OPTIONS = "x-guidance"
-"""Key of llguidance's options in a schema."""
+"""The key under which a schema has llguidance's options."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map names to schemas."""
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -49,24 +49,25 @@ _COUNTS = (
     "maxContains",
 )
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
-"""Pattern that limits the number of digits in times. The format allows endless digits, and some
-models write them."""
+"""This pattern limits the number of digits in times. The format allows any number of digits, and
+some models write endless digits."""
 _TRIALS = 200
 """Maximum number of schemas that are read to find the place of a mistake."""
 _MOST_CASES = 32
-"""Maximum number of cases into which a schema is split by its keywords and its outer schemas'
-keywords. The grammar contains every case."""
+"""Maximum number of cases into which a schema is split. Its own keywords and the keywords of the
+schemas around it can split it. The grammar contains every case."""
 _MOST_NAMES = 16
-"""Maximum number of names that match a pattern and are listed as properties, in addition to
-properties already listed. Listed properties must come in a fixed order, which is too strict for
-many names."""
+"""If a pattern matches at most this number of names, the names are listed as properties. Properties
+that are listed anyway do not count. Listed properties must come in a fixed order, which is too
+strict for many names."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
 """Patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
 """Keywords, besides the properties, that decide whether llguidance can count keys."""
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
-"""For warnings that do not quote keywords: the keywords, by the first word of the warning."""
+"""Some warnings do not quote keywords. This table has their keywords, by the first word of the
+warning."""
 _Cases = tuple[Collection[str], list[list[Any]]]
 """Keywords, and the lists of cases that replace them."""
 _APPLICATORS = (
@@ -77,7 +78,7 @@ _APPLICATORS = (
 
 
 class Bytes:
-    """A token for each byte, in the form that llguidance requires."""
+    """A vocabulary with a token for each byte, in the form that llguidance requires."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -94,18 +95,18 @@ BYTES = LLTokenizer(TokenizerWrapper(Bytes()), len(Bytes.tokens), [Bytes.eos_tok
 def read_schema(
     schema: Mapping[str, Any] | bool, lenient: bool, place: tuple[str, ...] = ()
 ) -> tuple[Any, str, frozenset[str]]:
-    """A JSON schema in llguidance's form, its grammar, and the keywords that were left out.
+    """Return a JSON schema in llguidance's form, its grammar, and the keywords that were left out.
 
     Args:
         schema: The schema, which is plain JSON.
-        lenient: Whether to ignore unsupported keywords instead of refusing them. :func:`ignored_by`
-            finds further keywords, which llguidance ignores.
+        lenient: Whether to ignore unsupported keywords instead of refusing them. Use
+            :func:`ignored_by` to find the keywords that llguidance itself ignores.
         place: Path of keys to the schema, for messages.
 
     Raises:
         EESDError: The schema cannot be followed. The message gives the place in the schema.
     """
-    for split in (_MOST_CASES, 1):  # if cases are split, the grammar may become too large
+    for split in (_MOST_CASES, 1):  # splitting into cases may make the grammar too large
         ignored = set[str]() if lenient else None
         ready = _prepared(schema, ignored, place, split)
         grammar, mistake = _read(ready, lenient)
@@ -115,7 +116,7 @@ def read_schema(
 
 
 def ignored_by(warnings: Sequence[str]) -> set[str]:
-    """The keywords that llguidance ignores, according to its warnings."""
+    """Return the keywords that llguidance ignores, according to its warnings."""
     found = set[str]()
     for warning in warnings:
         names = re.findall(r'"([$\w]+)"', warning)
@@ -124,12 +125,12 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
 
 
 def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: int) -> Any:
-    """The schema in a form that llguidance supports, without keywords that have no effect.
+    """Return the schema in a form that llguidance supports, without keywords that have no effect.
 
     Args:
         schema: The schema.
-        ignored: Receives the names of keywords that are left out because they cannot be followed;
-            None to leave out no keyword.
+        ignored: A set to which the names of keywords are added that are left out because they
+            cannot be followed. If it is None, no keyword is left out.
         place: Path of keys to the schema.
         split: Maximum number of cases into which keywords unknown to llguidance may split the
             schema. If schemas are nested, their numbers of cases are multiplied.
@@ -197,7 +198,8 @@ def _close_evaluated(schema: dict[str, Any]) -> None:
 
 
 def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
-    """The entries of a keyword by name; empty if its value is not an object."""
+    """Return the entries of a keyword by name. The result is empty if the keyword's value is not an
+    object."""
     value = schema.get(keyword)
     return dict(value) if isinstance(value, dict) else {}
 
@@ -225,8 +227,8 @@ def _list_names(schema: dict[str, Any]) -> None:
 
 @lru_cache(1000)
 def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
-    """The names that match a pattern; None if there are more than ``most`` names, or if the pattern
-    cannot be read."""
+    """Return the names that match a pattern. Return None if there are more than ``most`` names, or
+    if the pattern cannot be read."""
     grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
     if mistake:
         return None
@@ -249,14 +251,14 @@ def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
-    """The names of the required keys, without duplicates."""
+    """Return the names of the required keys, without duplicates."""
     required = schema.get("required")
     listed = required if isinstance(required, list) else []
     return list(dict.fromkeys(name for name in listed if isinstance(name, str)))
 
 
 def _without(names: Sequence[str]) -> dict[str, Any]:
-    """The schema of objects that have none of these keys."""
+    """Return a schema for objects that have none of these keys."""
     return {"properties": dict.fromkeys(names, False)}
 
 
@@ -276,7 +278,8 @@ def _split_cases(schema: dict[str, Any], most: int) -> int:
 
 
 def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
-    """The rules of dependent keys: either the key is absent, or its dependencies hold."""
+    """Yield the rules of dependent keys. Such a rule says that either the key is absent, or its
+    dependencies hold."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         choices = []
         for name, needs in _by_name(schema, keyword).items():
@@ -287,7 +290,8 @@ def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
-    """The rules for the number of keys: a case for each allowed set of optional properties."""
+    """Yield the rules for the number of keys. There is a case for each allowed set of optional
+    properties."""
     counts = {key: schema[key] for key in schema.keys() & _KEY_COUNTS}
     optional = _optional(schema)
     required = _required(schema)
@@ -364,8 +368,9 @@ def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
-    """Whether at least two keys that are not listed are required. They could be equal: the grammar
-    counts members, but a reader keeps only one of several equal keys."""
+    """Return whether at least two keys that are not listed are required. A text could then repeat
+    the same key. The grammar counts every member, but a JSON parser keeps only one of several equal
+    keys."""
     kinds = schema.get("type")
     least = schema.get("minProperties")
     is_object = (
@@ -376,15 +381,17 @@ def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
 
 
 def _pattern(text: str) -> str:
-    """A pattern in Rust's syntax. JavaScript's blanks include the byte order mark."""
+    """Return a pattern in Rust's syntax. JavaScript's blanks include the byte order mark, which
+    Rust's do not."""
     return re.sub(
         r"(?s)\\(.)", lambda found: r"[^\s\x{FEFF}]" if found[1] == "S" else found[0], text
     )
 
 
 def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """A schema without patterns that cannot be read, such as patterns with look-ahead, and without
-    counts that cannot be enforced. The names of these keywords are added to ``ignored``."""
+    """Return a schema without the keywords that fail. These are patterns that cannot be read (for
+    example because of look-ahead), and counts that cannot be enforced. The names of these keywords
+    are added to ``ignored``."""
     found = dict(schema)
     if (counts := found.keys() & _KEY_COUNTS) and (optional := _optional(found)):
         shape: dict[str, Any] = {key: found[key] for key in found.keys() & _SHAPE}
@@ -418,7 +425,8 @@ def options_of(lenient: bool) -> Any:
 
 
 def _read(schema: Any, lenient: bool) -> tuple[str, str]:
-    """The grammar of a schema, and the message about its mistake; "" if it has none."""
+    """Return the grammar of a schema, and the message about its mistake. The message is "" if the
+    schema has no mistake."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), overrides=options_of(lenient)
@@ -429,7 +437,8 @@ def _read(schema: Any, lenient: bool) -> tuple[str, str]:
 
 
 def _place(schema: Any, mistake: str, lenient: bool) -> tuple[str, ...]:
-    """The place of a mistake: the innermost schema that has the mistake by itself."""
+    """Return the place of a mistake, which is the innermost schema that has the mistake by
+    itself."""
     place: tuple[str, ...] = ()
     shared = {
         key: schema[key]
@@ -464,7 +473,7 @@ def _refusal(place: tuple[str, ...], mistake: str) -> EESDError:
 
 
 def sentence(message: str) -> str:
-    """A message of llguidance as one line, without its excerpt of the grammar."""
+    """Return a message of llguidance as one line, without its excerpt of the grammar."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     text = next(
         (line for line in reversed(lines) if line.startswith("error:")),

@@ -1,5 +1,5 @@
-"""Read chat messages so that their text cannot write special tokens: ``<|im_end|>`` in a message
-becomes letters, and does not end a turn.
+"""Read chat messages in such a way that their text cannot write special tokens. For example,
+``<|im_end|>`` in a message becomes letters and does not end a turn.
 
 A template may trim, split or inspect the content, so it must see the content nearly unchanged. A
 mark is inserted into each special token that a message spells, so that the tokenizer does not
@@ -20,11 +20,11 @@ from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
 MARK = "\ufdd0"
-"""A Unicode noncharacter: free for use inside a program."""
+"""A Unicode noncharacter, which a program is free to use internally."""
 _TURNS = {"system": "eesd-turn-0", "user": "eesd-turn-1", "assistant": "eesd-turn-2"}
 _LAST = "eesd-turn-3"
 _NEVER = -1e6
-"""A log-probability so low that the piece is never chosen."""
+"""This log-probability is so low that the piece is never chosen."""
 _REMEDY = "leave plain_content out"
 _MADE = "The chat template makes a special token of the text of these messages; send another text."
 
@@ -60,8 +60,8 @@ class PlainContent:
         self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
-        """Raise :class:`EESDError` unless the template ends each turn with a special token. If not,
-        any text could end a turn."""
+        """Raise :class:`EESDError` unless the template ends each turn with a special token. If a
+        turn ended with ordinary text, any message could end a turn."""
         turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [
             {"role": "user", "content": _LAST}
         ]
@@ -86,12 +86,12 @@ class PlainContent:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
     ) -> list[int]:
-        """Token ids of chat messages and tools. They equal the ids of the rendered text if no text
-        spells a special token.
+        """Return the token ids of chat messages and tools. They equal the ids of the rendered text
+        if no text spells a special token.
 
         Raises:
-            EESDError: ``render`` raises this error, or the template makes a special token from
-                texts that contain none.
+            EESDError: ``render`` raised this error, or the template made a special token from texts
+                that contain none.
         """
         given = (messages, tools)
         text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
@@ -116,7 +116,7 @@ class PlainContent:
         return list(encoded.ids)
 
     def _tokens(self, text: str) -> list[tuple[int, int]]:
-        """Beginning and end of each special token in a text."""
+        """Return the beginning and the end of each special token in a text."""
         found = []
         encoding = self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -132,8 +132,8 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
-    """A tokenizer that looks for special tokens first, then drops the marks, and makes no special
-    token of the letters that remain; and the token for unknown letters."""
+    """Return a tokenizer that looks for special tokens first and then drops the marks. It does not
+    make a special token of the letters that remain. Also return the token for unknown letters."""
     document = json.loads(tokenizer.to_str())
     special = [added for added in document["added_tokens"] if added["special"]]
     for added in special:
@@ -158,8 +158,8 @@ def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
 
 
 def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A copy whose texts are changed. Values that are not plain data stay as they are, and are
-    refused later."""
+    """Return a copy in which the texts are changed. Values that are not plain data stay as they
+    are, and are refused later."""
     if isinstance(value, str):
         if MARK in value:
             raise EESDError(

@@ -1,11 +1,12 @@
-"""Jinja's sandbox with limits: a chat template can neither hang a process nor fill its memory.
+"""Jinja's sandbox with limits, so that a chat template can neither hang a process nor fill its
+memory.
 
 Templates come with weights, which the user trusts, and never with a request. So Jinja's sandbox is
 enough to keep them away from files and Python's internals. The remaining dangers are endless loops
-and endless output. So a template's work is limited: steps and sizes of new values are counted, and
-an operation that multiplies sizes is refused before it runs if its result could exceed the
-remaining work. Work is counted, not timed, so each machine refuses the same templates; a deadline
-stops templates that are merely slow.
+and endless output. So a template's work is limited. The steps and the sizes of new values are
+counted. An operation that multiplies sizes is refused before it runs if its result could exceed the
+remaining work. Because work is counted and not timed, each machine refuses the same templates. A
+deadline stops templates that are merely slow.
 """
 
 import re
@@ -23,10 +24,11 @@ from eesd.common.errors import EESDError
 
 MAX_WORK = 1 << 26
 STEP = 64
-"""Work of one step, and of one item of a new container. Each character of a new text counts as
-1."""
+"""One step counts as this amount of work, and so does one item of a new container. Each character
+of a new text counts as 1."""
 MAX_SECONDS = 10.0
-"""Limit in processor seconds, so that no template is refused because the machine stalls."""
+"""The time limit of a template. It is in processor seconds, so that no template is refused because
+the machine stalls."""
 MAX_DEPTH = 100
 """Maximum nesting of containers. Python recurses over them, sometimes without a check."""
 LACKING = {
@@ -41,8 +43,8 @@ LACKING = {
     "wordwrap",
     "xmlattr",
 }
-"""Filters and methods that templates do not have: their time or result can grow with the square of
-their input."""
+"""Filters and methods that templates may not use, because their time or their result can grow with
+the square of their input."""
 MULTIPLYING = {
     "batch",
     "center",
@@ -57,15 +59,15 @@ MULTIPLYING = {
     "slice",
 }
 MULTIPLYING |= {"tojson", "zfill", "*", "**"}
-"""Filters, methods and operators whose result is at most as large as the value times the numbers
-and sizes of the arguments."""
+"""Filters, methods and operators that multiply sizes. The size of the result is at most the size of
+the value times the numbers and sizes of the arguments."""
 WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
-"""A field of a format string that is wider than :data:`WIDEST`, takes its width from an argument,
-or shows a part of an argument."""
+"""Matches a field of a format string that is wider than :data:`WIDEST`, takes its width from an
+argument, or shows a part of an argument."""
 _TURNS = "turns of a loop"
 _KEEP = "keep a value"
-"""Names of filters that no template can write."""
+"""Names of internal filters. No template can write these names."""
 
 
 def _check(fine: bool, fault: str) -> None:
@@ -77,7 +79,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox for one rendering of a template. Make a new sandbox for each rendering.
 
     Args:
-        filters: Filters by name, besides Jinja's filters.
+        filters: Additional filters by name.
         options: Options of Jinja's environment.
     """
 
@@ -87,7 +89,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, optimized=False)
         self._left = MAX_WORK
         self._deadline = time.thread_time() + MAX_SECONDS
-        del self.globals["lipsum"]  # random text without a limit
+        del self.globals["lipsum"]  # it makes random text without a limit
         known = {
             name: function
             for name, function in {**self.filters, **filters}.items()
@@ -110,8 +112,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(self._keep, pieces))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute. Attributes of classes are not allowed. Jinja
-        calls this for each attribute."""
+        """Return whether a template may use an attribute. Attributes of classes are not allowed.
+        Jinja calls this for each attribute."""
         return (
             attr not in LACKING
             and not isinstance(obj, type)
@@ -148,8 +150,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
     def _before(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        """Refuse a call whose result could exceed the remaining work. Returns the arguments, with
-        iterators as lists."""
+        """Refuse a call whose result could exceed the remaining work. Returns the arguments, in
+        which iterators are replaced by lists."""
         if name not in MULTIPLYING:
             return args
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
@@ -176,8 +178,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return args
 
     def _size(self, value: Any, depth: int = 0) -> int:
-        """Size of a value as printed: an item that is in a list twice counts twice. The size of a
-        number is its number of bits."""
+        """Return the size of a value when it is printed. An item that is in a list twice counts
+        twice. The size of a number is its number of bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()
@@ -221,8 +223,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Adds counting where the sandbox has no hook: for loop iterations, and for values that
-    brackets, ``~`` and macros make."""
+    """Inserts counting where the sandbox has no hook. These places are loop iterations, and values
+    that brackets, ``~`` and macros make."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

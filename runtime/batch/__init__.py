@@ -1,1 +1,1 @@
-"""Batches: many requests at once on one pair of engines, run by a scheduler in a thread."""
+"""Batches run many requests at once on one pair of engines. A scheduler runs them in a thread."""

@@ -1,4 +1,4 @@
-"""The policy of a batch: rows draft as long as drafting makes the whole batch faster."""
+"""The policy of a batch lets rows draft as long as drafting makes the whole batch faster."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from eesd.runtime.decoding.round import Policy, Round, TokenSequence
 from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256
-"""Number of slots per row in the calls that are timed."""
+"""The calls that are timed have this number of slots per row."""
 PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
 WEIGHT_OF_WAITING = 4
@@ -27,8 +27,8 @@ time to their first tokens matters more than the time between tokens."""
 LEAST_PART = 0.05
 """Minimum share of a call's time that is attributed to a prompt piece."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Numbers of tokens that a prompt piece can have if it shares a call with rows. The batch's options
-give the largest number."""
+"""The numbers of tokens that a prompt piece may have if it shares a call with rows. The largest
+number comes from the batch's options."""
 
 
 class LoadPolicy(Policy):
@@ -40,14 +40,14 @@ class LoadPolicy(Policy):
         self._draft = draft
         self._known: WeakKeyDictionary[TokenSequence, Drafting] = WeakKeyDictionary()
         self._prompts = BatchCosts()
-        """Seconds that prompt pieces add to a round."""
+        """Estimates the seconds that prompt pieces add to a round."""
         self.waiting = 0
         """Number of requests whose prompts are not complete, limited to the number of rows that do
         not decode. Set by the scheduler before each round."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Run and time calls over empty caches for about ``seconds`` seconds. These are the rule's
-        first costs."""
+        """Run and time calls over empty caches for about ``seconds`` seconds. The measured times
+        are the rule's first costs."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
         unequal = [
             Call(kv_cache, [0] * nodes, (), 0)
@@ -72,14 +72,14 @@ class LoadPolicy(Policy):
         for kv_cache in kv_caches:
             kv_cache.reset()
         plain = self._rule.verify.seconds(1, 1, slots)
-        for tokens in PIECES[::2]:  # a guess from the cost of nodes, until pieces are measured
+        for tokens in PIECES[::2]:  # until pieces are measured, the cost of nodes gives a guess
             seconds = self._rule.verify.seconds(1, 1 + tokens, slots)
             self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
     def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
-        """Number of prompt tokens, from ``slot`` on, that may join the next round of ``sequences``,
-        at most ``most``. With many rows and few waiting prompts, these tokens less than double the
-        round's time."""
+        """Return the number of prompt tokens, from ``slot`` on, that may join the next round of
+        ``sequences``. It is at most ``most``. If there are many rows and few waiting prompts, these
+        tokens do not double the round's time."""
         rows = len(sequences)
         round_time = self._rule.round_seconds(rows, self._slots(sequences))
         share = PROMPTS_SHARE / rows * max(FEW_ROWS, rows, WEIGHT_OF_WAITING * self.waiting)
@@ -90,7 +90,7 @@ class LoadPolicy(Policy):
         return int(counts[max(fitting - 1, 0)])
 
     def _slots(self, sequences: Sequence[TokenSequence]) -> float:
-        """Slots of the rows, as engines count them."""
+        """Return the number of slots of the rows, as engines count them."""
         return self._verify.work([_root_call(sequence) for sequence in sequences]).slots
 
     def begin(self, sequences: Sequence[TokenSequence]) -> Sequence[Drafting]:
@@ -100,7 +100,7 @@ class LoadPolicy(Policy):
         return [self._drafting(sequence) for sequence in sequences]
 
     def _drafting(self, sequence: TokenSequence) -> Drafting:
-        """The drafters of a row in a batch of several rows."""
+        """Return the drafters of a row in a batch of several rows."""
         own = sequence.drafting
         if own.fixed or (own.drafter is None and own.text is None):
             return own
@@ -151,7 +151,7 @@ class LoadPolicy(Policy):
         if not drafted:  # deciding not to draft counts as plain-round time
             verifying += drafting
             drafting = 0.0
-        # Split the slowdown in proportion: the machine's pace affects both parts.
+        # Split the slowdown in proportion, because the machine's pace affects both parts.
         if prompts:
             tokens = sum(len(call.tokens) for call in prompts)
             behind = max(call.slot for call in prompts)
@@ -178,8 +178,8 @@ def _measure(
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, int]:
-    """Numbers of rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes``
-    nodes each."""
+    """Return the numbers of rows and nodes that an engine computes for a call of ``rows`` rows with
+    ``nodes`` nodes each."""
     work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
     return work.rows, work.nodes
 
@@ -191,7 +191,7 @@ def _root_call(sequence: TokenSequence) -> Call:
 
 
 def _path_chances(current: Round) -> Sequence[float]:
-    """Acceptance chance of each level that a row has drafted."""
+    """Return the chance of acceptance of each level that a row has drafted."""
     if current.error is not None:
         return []
     if not current.tree.steps:

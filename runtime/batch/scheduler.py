@@ -1,5 +1,5 @@
-"""Continuous batching: requests join and leave between rounds, and prompts are prefilled in pieces
-alongside rows that decode."""
+"""Continuous batching. Requests join and leave between rounds, and prompts are prefilled in pieces
+while other rows decode."""
 
 import logging
 import time
@@ -21,15 +21,15 @@ from eesd.runtime.request import ConstraintError, Generation, Update
 from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
-"""Seconds that are spent at the start on measuring the costs of calls."""
+"""At the start, measuring the costs of calls takes this number of seconds."""
 IN_TURN = 4
 """Number of prompts that are prefilled in turn, so that later prompts need not wait for a long
 one."""
 SHORT = 64
 """Maximum length, in tokens, of a prompt that may be prefilled ahead of the prompts in turn."""
 PASSING = 0.065
-"""Maximum number of tokens of such short prompts, as a share of the tokens of the prompts in turn.
-Rounds also do other work, so the prompts in turn wait only about 5 % longer."""
+"""Such short prompts may have at most this share of the tokens of the prompts in turn. Rounds also
+do other work, so the prompts in turn wait only about 5 % longer."""
 HEADROOM = 64
 """Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
 KNOWN = 64
@@ -43,18 +43,19 @@ class BatchOptions:
 
     Attributes:
         max_rows: Maximum number of requests that run at the same time.
-        max_queue: Maximum number of requests that wait; further requests are refused.
+        max_queue: Maximum number of requests that wait. Further requests are refused.
         prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
             rows decode. With many rows the number may be smaller, so that no row waits twice as
             long.
-        kv_memory: Bytes for the keys and values of all running requests together. If growing texts
-            need more, the youngest request pauses, and its keys and values are computed again when
-            there is room.
-        prefix_memory: Bytes of keys and values kept for requests with the same beginning; 0 keeps
-            nothing. Reuse shortens the time to the first token, and from this time a user may infer
-            other users' prompts; use 0 if that matters.
-        levels: Number of levels that each round drafts; None for the number that is worth its cost
-            under the load.
+        kv_memory: Maximum number of bytes of the keys and values of all running requests together.
+            If growing texts need more, the youngest request pauses, and its keys and values are
+            computed again when there is room.
+        prefix_memory: Maximum number of bytes of keys and values that are kept for later requests
+            with the same beginning. If it is 0, nothing is kept. Reuse shortens the time to the
+            first token, and from this time a user may infer other users' prompts. Use 0 if that
+            matters.
+        levels: Number of levels that each round drafts. If it is None, each round drafts as many
+            levels as are worth their cost under the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -78,20 +79,22 @@ class BatchOptions:
 
 
 class Scheduler:
-    """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is
-    work.
+    """Runs a batch of requests. One thread drives it: it calls :meth:`add` for new requests, and
+    :meth:`step` while there is work.
 
     Attributes:
         rule: Decides how far a batch drafts. It learns from each round.
-        alone: Drafters of the last round's row if it ran alone; None if ``rule`` decided how far to
-            draft. Set by each round.
+        alone: The drafters of the last round's row if the row ran alone. It is None if ``rule``
+            decided how far to draft. Set by each round.
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
         pauses: Number of times that a request lost its keys and values to other requests.
-        round_tokens: Number of rounds for each total of prompt tokens and new tokens.
+        round_tokens: A counter of rounds. The key is the number of prompt tokens and new tokens
+            that a round computed.
         drafted: Number of drafted levels that the last round verified.
-        request_seconds: Average time that recent requests took, from getting a row to their end.
+        request_seconds: Average time in seconds from the moment when a request gets a row until it
+            ends, over recent requests.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
@@ -110,7 +113,7 @@ class Scheduler:
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
         self._prefilling: list[Session] = []
-        """The first ``IN_TURN`` sessions take turns; the other sessions wait in the order of
+        """The first ``IN_TURN`` sessions take turns. The other sessions wait in the order of their
         arrival."""
         self._may_pass = float(SHORT)
         """Number of tokens of short prompts that may be prefilled ahead of other prompts."""
@@ -127,12 +130,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that decode."""
+        """Number of requests that are decoding."""
         return len(self._active)
 
     @property
     def prefilling(self) -> int:
-        """Requests whose prompt is being prefilled."""
+        """Number of requests whose prompt is being prefilled."""
         return len(self._prefilling)
 
     @property
@@ -146,7 +149,7 @@ class Scheduler:
 
     @property
     def paused(self) -> int:
-        """Requests that have begun and wait for memory."""
+        """Number of requests that have begun and are waiting for memory."""
         return len(self._paused)
 
     def check(self, generation: Generation) -> None:
@@ -177,7 +180,7 @@ class Scheduler:
         return self._options.kv_memory // self._slot_bytes
 
     def add(self, generation: Generation) -> None:
-        """Let a request wait for its turn. It must have passed :meth:`check`."""
+        """Let a request wait for its turn. The request must have passed :meth:`check`."""
         self.waiting.append(generation)
 
     def step(self) -> bool:
@@ -204,24 +207,25 @@ class Scheduler:
             self._end(row, reason, error)
 
     def _rows(self) -> list[Session]:
-        """All requests that have a cache."""
+        """Return all requests that have a cache."""
         return [*self._prefilling, *self._active]
 
     def _bytes(self, rows: Sequence[Session]) -> int:
-        """Bytes of keys and values that rows need for their next rounds."""
+        """Return the number of bytes of keys and values that rows need for their next rounds."""
         return (
             sum(len(row.tokens) + self._llm.manifest.max_tree_nodes for row in rows)
             * self._slot_bytes
         )
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
-        """Whether there is memory for a text and the running texts until they end. A text's
-        expected length is the mean length of the recent texts that became longer than it is now.
+        """Return whether there is memory for a new text and the running texts until they all end.
+        The expected length of a text is a mean over recent texts. Only recent texts that are longer
+        than this text is now are included.
 
         Args:
-            tokens: Tokens of the text and its prompt.
+            tokens: Number of tokens of the text, including its prompt.
             new: Tokens of the text.
-            left: Maximum number of tokens that may follow.
+            left: Maximum number of tokens that may still follow.
         """
         if not (rows := self._rows()):
             return True
@@ -231,13 +235,13 @@ class Scheduler:
         most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            # Slots in use when this text ends: all texts with more tokens to come are still
-            # running.
+            # This is the number of slots in use when this text ends. All texts that expect more
+            # tokens are then still running.
             most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
     def _to_come(self, new: int, left: int) -> int:
-        """Expected number of further tokens, at most ``left``."""
+        """Return the expected number of further tokens, which is at most ``left``."""
         longer = [length for length in self._lengths if length > new]
         return min(left, sum(longer) // len(longer) - new if longer else HEADROOM)
 
@@ -284,7 +288,7 @@ class Scheduler:
             self._go_on(row)  # some prompts have nothing left to prefill
 
     def _pause_some(self) -> None:
-        """Take the caches of the youngest requests until the others have room for a round."""
+        """Take caches from the youngest requests until the other requests have room for a round."""
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
             row = max(rows, key=lambda row: row.began)
             row.keep_prefix(self.prefixes)
@@ -299,8 +303,8 @@ class Scheduler:
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> dict[Session, PromptPiece]:
-        """Prompt pieces for the next call: one piece, and then each further piece that completes
-        its prompt or fills half of the call."""
+        """Return the prompt pieces for the next call. There is at least one piece. A further piece
+        is added if it completes its prompt or fills half of the call."""
         pieces: dict[Session, PromptPiece] = {}
         order = self._order()
         most = self._prompt_tokens(order)
@@ -317,7 +321,7 @@ class Scheduler:
             if pieces and left < min(unfilled, most / 2):
                 break
             try:
-                pieces_left = max(-(-unfilled // left), 1)  # the fewest possible, of equal size
+                pieces_left = max(-(-unfilled // left), 1)  # as few pieces as possible
                 call = row.next_piece(-(-unfilled // pieces_left))
             except Exception as error:  # any error concerns only this request
                 self._end(row, "error", error)
@@ -328,8 +332,9 @@ class Scheduler:
         return pieces
 
     def _order(self) -> list[Session]:
-        """The prompts in the order of prefill: waiting short prompts, as long as they delay the
-        other prompts only a little; then the prompts in turn, short ones first."""
+        """Return the prompts in the order in which they are prefilled. Short prompts that wait come
+        first, as long as they delay the other prompts only a little. Then come the prompts in turn,
+        the short ones first."""
         order = sorted(self._prefilling[:IN_TURN], key=lambda row: row.unfilled > SHORT)
         passing = []
         left = self._may_pass
@@ -340,8 +345,8 @@ class Scheduler:
         return [*passing, *order]
 
     def _prefilled(self, pieces: dict[Session, PromptPiece]) -> None:
-        """Record a call's progress on prompts: count the tokens of prompts that went ahead, and let
-        the next prompts take their turn."""
+        """Record a call's progress on prompts. This counts the tokens of prompts that went ahead,
+        and lets the next prompts take their turn."""
         in_turn = self._prefilling[:IN_TURN]
         for row, piece in pieces.items():
             tokens = len(piece.call.tokens)
@@ -373,8 +378,8 @@ class Scheduler:
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
-        """The policy of the next round. One row drafts as it does without a batch; several rows, or
-        a row that has ``shared`` its call with a prompt, use the load policy."""
+        """Return the policy of the next round. A single row drafts as it does without a batch.
+        Several rows, or a row that has ``shared`` its call with a prompt, use the load policy."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
             self.alone = None
             return self._policy
@@ -385,8 +390,8 @@ class Scheduler:
         return EACH_ALONE
 
     def _round(self, pieces: dict[Session, PromptPiece]) -> None:
-        """Run a round together with prompt pieces. If an engine fails, the decoding rows end, and
-        the prompts are tried again; if no rows decode, the prompts' requests end."""
+        """Run a round together with prompt pieces. If an engine fails, the decoding rows end and
+        the prompts are tried again. If no rows decode, the requests of the prompts end."""
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))
@@ -472,7 +477,8 @@ class Scheduler:
 
 
 def _sentence(error: Exception) -> str:
-    """The message for the user. Only messages of this project's errors are written for users."""
+    """Return an error's message for the user. Only the messages of this project's errors are
+    written for users."""
     if isinstance(error, EESDError):
         return str(error)
     return "The request failed inside the server; its log says why."

@@ -27,16 +27,18 @@ class Load:
     """The current load of a service.
 
     Attributes:
-        queued, prefilling, running: Numbers of requests that wait, that are being prefilled, and
-            that decode.
+        queued, prefilling, running: The numbers of requests that are waiting, that are being
+        prefilled, and that are decoding.
         kv_used: Share of the memory for keys and values that requests occupy.
         rounds: Rounds so far.
-        prefix_queries, prefix_hits: Number of tokens of all prompts, and number of these tokens
-            whose keys and values were kept from earlier prompts.
+        prefix_queries, prefix_hits: ``prefix_queries`` is the number of tokens of all prompts.
+        ``prefix_hits`` is the number of these tokens whose keys and values were kept from earlier
+        prompts.
         drafted: Number of drafted levels that the last round verified.
         pauses: Number of times that a request temporarily lost its keys and values to other
             requests.
-        round_tokens: Number of rounds for each total of prompt tokens and new tokens.
+        round_tokens: A counter of rounds. The key is the number of prompt tokens and new tokens
+            that a round computed.
     """
 
     queued: int = 0
@@ -53,8 +55,8 @@ class Load:
 
 class Service:
     """Runs requests of an :class:`~eesd.runtime.llm.LLM` together. Each request gets the tokens
-    that it would get alone. On a GPU without ``exact`` this holds up to rounding, which depends on
-    the other requests.
+    that it would get alone. On a GPU without ``exact``, this is true up to rounding, because
+    rounding depends on the other requests.
 
     Other calls of the LLM wait for the service's rounds.
 
@@ -75,8 +77,8 @@ class Service:
         self._changed = threading.Condition()
         self._closing = self._stopping = False
         self._kv_used = 0.0
-        """Copy of :attr:`Scheduler.kv_used` after the last step, because other threads must not
-        read the rows."""
+        """The value of :attr:`Scheduler.kv_used` after the last step. This copy exists because
+        other threads must not read the rows."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
@@ -86,7 +88,8 @@ class Service:
 
         Args:
             request: The request.
-            on_update: Called in the service's thread, with each round's update.
+            on_update: A function that is called in the service's thread with the update of each
+                round.
 
         Raises:
             EESDError: The request can never run.
@@ -128,8 +131,8 @@ class Service:
         return self.options.max_rows + self.options.max_queue
 
     def generate(self, request: Request) -> Completion:
-        """Submit a request, and wait for its completion. Raises as :meth:`submit` does, and
-        :class:`EESDError` if the request fails later."""
+        """Submit a request, and wait for its completion. This raises the errors of :meth:`submit`,
+        and :class:`EESDError` if the request fails later."""
         told = SimpleQueue[Update]()
         self.submit(request, told.put)
         updates = [told.get()]
@@ -140,8 +143,8 @@ class Service:
         return completion_of(updates, request)
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop taking requests, let running requests go on for ``drain_seconds``, then cancel them.
-        May be called more than once."""
+        """Stop taking requests. Running requests may go on for ``drain_seconds`` and are then
+        cancelled. This method may be called more than once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -180,12 +183,13 @@ class Service:
 
     @property
     def deciding(self) -> Drafting | LoadRule:
-        """The rules that decided how far the last round drafted: the request's rules if it ran
-        alone, or the batch's rule."""
+        """The rules that decided how far the last round drafted. They are the rules of the request
+        if it ran alone, and the rule of the batch if not."""
         return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:
-        """The thread: take new requests, and run rounds while there is work."""
+        """The function of the thread. It takes new requests, and runs rounds while there is
+        work."""
         busy = False
         try:
             while True:
