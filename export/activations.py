@@ -11,7 +11,7 @@ Number = Callable[[float], str]
 
 
 def activated(node: Node, x: str, kind: str) -> str:
-    """An activation of x without parameters."""
+    """An activation of x that has no parameters."""
     if kind == "relu2":
         positive = node("Relu", [x])
         return node("Mul", [positive, positive])
@@ -19,7 +19,7 @@ def activated(node: Node, x: str, kind: str) -> str:
 
 
 def clamped(node: Node, number: Number, gate: str, up: str) -> str:
-    """The gated activation of gpt-oss, of gate and up in float32."""
+    """The gated activation of gpt-oss. It is computed from gate and up in float32."""
     gate = node("Min", [gate, number(CLAMP)])
     up = node("Clip", [up, number(-CLAMP), number(CLAMP)])
     slope = node("Sigmoid", [node("Mul", [gate, number(CLAMPED_SLOPE)])])
@@ -27,8 +27,8 @@ def clamped(node: Node, number: Number, gate: str, up: str) -> str:
 
 
 def xielu(node: Node, number: Number, x: str, factors: Sequence[str]) -> str:
-    """xielu (arXiv 2411.13010) of float32 x: a x^2 + x / 2 above 0, and b (exp(x) - 1 - x) + x / 2
-    below, for the ``factors`` a and b."""
+    """Compute xielu (arXiv 2411.13010) of float32 x. It is a x^2 + x / 2 above 0, and b (exp(x) - 1
+    - x) + x / 2 below, where a and b are the ``factors``."""
     above = node("Mul", [node("Mul", [x, x]), factors[0]])
     below = node("Exp", [node("Min", [x, number(XIELU_LIMIT)])])
     below = node("Sub", [node("Sub", [below, number(1.0)]), x])

@@ -1,5 +1,5 @@
-"""``eesd-build``: build TensorRT plans, or packed weights for the CPU, from the graphs of an engine
-directory."""
+"""Implements ``eesd-build``, which builds TensorRT plans, or packed weights for the CPU, from the
+graphs of an engine directory."""
 
 import resource
 import shutil
@@ -129,7 +129,8 @@ def main(
 def _build_plan(
     directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions
 ) -> Manifest:
-    """Build one plan, report time and memory, and return the manifest that records it."""
+    """Build one plan, and report its time and memory. Returns the manifest that records the
+    plan."""
     estimate = check_resources(directory, manifest, graph, options)
     started = time.perf_counter()
     with progress() as bar:
@@ -189,7 +190,7 @@ def check_resources(
 
 def _check(directory: Path, manifest: Manifest) -> None:
     """Compare the plans with the torch backend on the same GPU and with their graphs, and print
-    the cosines. Without a GPU or enough memory, only print a notice."""
+    the cosines. If there is no GPU or not enough memory, only a notice is printed."""
     try:
         from eesd.export.parity import (
             LEAST_COSINE,
@@ -231,8 +232,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
 
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
-    """Warn if some attentions or cache updates of the graph are not single kernels: decoding is
-    slow then."""
+    """Warn if some attentions or cache updates of the graph are not single kernels, because
+    decoding is slow then."""
     # The first stage writes the cache of the last exit block, but has no attention for it.
     without = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     attentions = len(needs_of(manifest, graph).attended) - without

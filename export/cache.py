@@ -1,10 +1,10 @@
-"""The cache of engine directories that commands make from models: finding an entry, and its
-content.
+"""Find the entries of the cache of engine directories, and inspect their content. Commands make
+these directories from models.
 
 An entry is named after its model and a key computed from everything that it was made from. A mark
-file in the entry records these sources; the file's modification time is the time of the last use.
-Only a directory with a mark is ever removed, and only if it holds no foreign file. The module needs
-no torch.
+file in the entry records these sources. The modification time of the mark file is the time of the
+last use. Only a directory with a mark is ever removed, and only if it holds no foreign file. The
+module needs no torch.
 """
 
 import json
@@ -33,15 +33,15 @@ _ADDED = (MARK_FILE, "timing.cache")
 """Files that commands add to an engine directory, besides files named after its graphs."""
 _BUILD = r"cpu-[0-9a-f]{16}"
 _BUILT = r"weights\.bin|(files|sizes)\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
-"""Files of a build for the CPU. Older builds list their files in sizes.json; a distillation adds
-states.onnx."""
+"""Files of a build for the CPU. Older builds list their files in sizes.json, and a distillation
+adds states.onnx."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """Files of a directory that an export may read."""
 _SMALL = 1 << 26
-"""Size of the largest file that is hashed in full. Even models of many gigabytes must start without
-delay."""
+"""Size of the largest file that is hashed in full. The limit exists because even models of many
+gigabytes must start without delay."""
 _RULES = 1
-"""Version of the export of a model: raise it so that older directories are not found."""
+"""Version of the export of a model. Increase it if older directories must not be found."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Entry:
         model: The model as the user named it.
         options: Options of the export that the user gave, such as ``--dtype float32``.
         used: Time of the last use, in seconds since 1970.
-        size: Bytes of its files.
+        size: Size of its files in bytes.
     """
 
     path: Path
@@ -64,8 +64,8 @@ class Entry:
 
 
 def cache_directory(given: Path | None) -> Path:
-    """The directory of the cache: ``given``, or the user's. Raises :class:`EESDError` for a user
-    without a home."""
+    """Returns the directory of the cache. It is ``given``, or the user's cache directory. Raises
+    :class:`EESDError` for a user without a home."""
     found = given or user_cache()
     if found is None:
         raise EESDError(
@@ -105,12 +105,13 @@ def place_of(
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    """Fingerprints of a GGUF file and its other parts, or of the files in a directory, by name."""
+    """Returns the fingerprints, by name, of a GGUF file and its other parts, or of the files in a
+    directory."""
     if path.is_file():
         others = [part for part in parts_beside(path) if part != path]
         return {"": _content(path)} | {part.name: _content(part) for part in others}
     if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
-        # The path is neither a model nor a head, and may have very many files: the export will
+        # The path is neither a model nor a head, and may have very many files. The export will
         # report the problem.
         return {}
     found = {file for pattern in _READ for file in path.glob(pattern) if file.is_file()}
@@ -118,8 +119,9 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file; for a large file, its size, its modification time, and the
-    SHA-256 of samples. An edit outside the samples still changes the modification time."""
+    """Returns the SHA-256 of a small file. For a large file, it returns its size, its modification
+    time, and the SHA-256 of samples. An edit outside the samples still changes the modification
+    time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
     info = link_info(file)
@@ -173,7 +175,8 @@ def entries(cache: Path) -> Iterator[Entry]:
 
 
 def _mark_of(path: Path, name: str) -> dict[str, Any] | None:
-    """The mark of an engine directory with this name in the cache; None for anything else."""
+    """Returns the mark of an engine directory with this name in the cache, or None for anything
+    else."""
     if (
         is_temporary(name)
         or not fullmatch(r"(?s).+-[0-9a-f]{16}", name)
@@ -205,15 +208,15 @@ def discard(place: Path) -> str:
     """Remove an engine directory of the cache, unless it holds a file that no EESD command wrote.
 
     Returns:
-        The reason for keeping it, or "".
+        The reason for keeping it, or "" if it was removed.
     """
     remove_leftovers(place)
     return remove_directory(place, partial(foreign, name=place.name))
 
 
 def foreign(path: Path, name: str) -> str:
-    """The reason not to remove a directory of the cache with this name; "" if EESD made everything
-    in it."""
+    """Returns the reason not to remove a directory of the cache with this name, or "" if EESD made
+    everything in it."""
     found = _mark_of(path, name)
     if found is None:
         return "no command of EESD made it"
@@ -222,8 +225,8 @@ def foreign(path: Path, name: str) -> str:
 
 
 def other_file(directory: Path, made: Collection[str]) -> str:
-    """The reason not to remove an engine directory; "" if all its files are in ``made``, or were
-    added by builds and the runtime."""
+    """Returns the reason not to remove an engine directory. It is "" if all its files are in
+    ``made``, or were added by builds and the runtime."""
     graphs = [Path(name).stem for name in made if isinstance(name, str) and name.endswith(".onnx")]
     known = {
         *_ADDED,
@@ -250,8 +253,8 @@ def is_build(path: Path) -> bool:
 
 
 def foreign_build(path: Path) -> str:
-    """The reason not to replace a directory with the name of a build for the CPU; "" if it holds
-    only such a build."""
+    """Returns the reason not to replace a directory with the name of a build for the CPU, or "" if
+    it holds only such a build."""
     other = (
         file.name
         for file in path.iterdir()

@@ -1,5 +1,5 @@
-"""Quantization by a layer's inputs: each weight compensates the rounding of earlier weights
-(GPTQ, arXiv 2210.17323)."""
+"""Quantize a layer by its inputs. Each weight compensates the rounding of earlier weights (GPTQ,
+arXiv 2210.17323)."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +16,15 @@ from eesd.model.quantize import RANGES, TINY, quantize_blocks
 from eesd.model.quantized import Quantized, pack
 
 _DAMPING = 0.01
-"""Damping of the squares of the inputs, as a share of their mean: GPTQ's default."""
+"""Damping of the squares of the inputs, as a share of their mean. This is GPTQ's default."""
 
 
 def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quantized:
     """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little.
 
-    Inputs are rounded one after another. The weights of later inputs compensate the error of each.
-    Scales and minimums of a block are searched just before its inputs are rounded.
+    Inputs are rounded one after another. The weights of later inputs compensate the error of each
+    rounding. The scales and minimums of a block are searched just before the block's inputs are
+    rounded.
 
     Args:
         factor: Result of :func:`compensation` for the layer's inputs [in, in].
@@ -62,17 +63,17 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quant
 
 
 def compensation(products: Tensor) -> Tensor:
-    """The upper triangular U [in, in] with U^T U = (products + damping)^-1. Its entries are the
-    factors by which later inputs compensate an error.
+    """Returns the upper triangular U [in, in] for which U^T U = (products + damping)^-1. Its
+    entries are the factors by which later inputs compensate an error.
 
     Args:
-        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are
-            always 0 are allowed.
+        products: Sum of x x^T over the inputs x of a layer. It is [in, in] in float32. Inputs that
+            are always 0 are allowed.
     """
     wide = products.double()
     diagonal = wide.diagonal()
     diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
-    # The upper triangular R with R R^T = products; U is the inverse of R.
+    # The upper triangular R satisfies R R^T = products, and U is the inverse of R.
     backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)
     whole = torch.eye(len(wide), dtype=wide.dtype)
     upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)
@@ -81,8 +82,8 @@ def compensation(products: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """A pool with torch's number of threads. In each of them, torch is single-threaded: splitting
-    every small operation costs more than it gains."""
+    """A pool that has torch's number of threads. In each of these threads, torch is
+    single-threaded, because splitting every small operation costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

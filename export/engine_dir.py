@@ -71,16 +71,16 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.cpu_build import FILES, place_of
 
 WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
-"""Calibration prior of a draft that is the whole model in fewer bits: the mean of fits to three
-such drafts (docs/controllers.md)."""
+"""Calibration prior of a draft that is the whole model in fewer bits. It is the mean of fits to
+three such drafts (docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the current step or weight, the number of bytes just written, and the
-total (0 if unknown)."""
+"""A function that is called with the name of the current step or weight, the number of bytes just
+written, and the total (0 if it is unknown)."""
 
 
 class ComputedTensor:
-    """A tensor that is computed, not read: a rotary table, or an LM head's rows for a draft
-    vocabulary."""
+    """A tensor that is computed and not read. It is a rotary table, or the rows of an LM head for a
+    draft vocabulary."""
 
     def __init__(self, compute: Callable[[], Array]) -> None:
         self.read = compute
@@ -93,8 +93,8 @@ class Head:
     Attributes:
         config: Configuration of the head. With a draft vocabulary, it has a separate LM head.
         sources: Sources of the weights, by their names in the head.
-        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without a draft
-            vocabulary.
+        draft_vocab: Ids of the draft vocabulary [Vd] (int64) in ascending order, or None if there
+            is no draft vocabulary.
     """
 
     config: ExitConfig
@@ -132,7 +132,7 @@ def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
         EESDError: The head is damaged, not supported, or for another model.
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
-    # The head is copied, never linked: its files have the names of a model's files.
+    # The head is copied and never linked, because its files have the names of a model's files.
     return Head(
         config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids
     )
@@ -145,31 +145,31 @@ def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
 
 
 def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
-    """An early exit after ``layer`` layers, for a model that was trained for it. It uses the
-    model's final norm and LM head, without a block."""
+    """Make an early exit after ``layer`` layers, for a model that was trained for it. The exit uses
+    the model's final norm and LM head, and has no block."""
     return _models_own(
         checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True)
     )
 
 
 def whole_model(checkpoint: Checkpoint) -> Head:
-    """The whole model as its draft: all layers, final norm and LM head, with fewer bits for each
-    weight."""
+    """Use the whole model as its draft. The draft has all layers, the final norm and the LM head,
+    with fewer bits for each weight."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint())
     )
 
 
 def no_head(checkpoint: Checkpoint) -> Head:
-    """A placeholder without weights, for drafts that come only from the text."""
+    """Make a placeholder without weights, for drafts that come only from the text."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint())
     )
 
 
 def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
-    """The configuration of a draft that is the whole model or, unless ``whole``, of the placeholder
-    for drafts from the text alone."""
+    """Returns the configuration of a draft that is the whole model. If ``whole`` is false, it is
+    the placeholder for drafts from the text alone."""
     if whole:
         return ExitConfig(
             geometry.num_layers, blocks=0, base=base, trained=True, calibration=WHOLE_MODEL_PRIOR
@@ -293,13 +293,13 @@ def export(
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
-    """The source of every tensor that graphs use, by name: tensors of checkpoint and exit head, and
-    rotary tables.
+    """Returns the source of every tensor that graphs use, by its name. These are the tensors of the
+    checkpoint and the exit head, and the rotary tables.
 
     Args:
         checkpoint: The base model.
         head: The exit head.
-        slots: S, the length of the rotary tables.
+        slots: Number of rows of the rotary tables, S.
     """
     sources: dict[str, TensorSource] = {
         name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)
@@ -326,8 +326,8 @@ def _table(geometry: Geometry, slots: int, index: int) -> Array:
 def stored_sources(
     weights: Iterable[StoredWeight], sources: Mapping[str, TensorSource], geometry: Geometry
 ) -> dict[str, TensorSource]:
-    """The source of each weight of the graphs, by its name there. The names of ``sources`` are
-    those of checkpoint and exit head."""
+    """Returns the source of each weight of the graphs, by its name in the graphs. ``sources`` has
+    the names of the checkpoint and the exit head."""
     names = {weight.name: checkpoint_names(weight.name, geometry) for weight in weights}
     return {name: joined([sources[part] for part in parts]) for name, parts in names.items()}
 
@@ -340,8 +340,8 @@ class Prepared:
         graphs: The standard graphs by name.
         layout: Locations of the weights in ``weights.bin``.
         linked: Weights that stay in the checkpoint's files, by name.
-        sources: Source of each weight of the graphs, by its name there.
-        manifest: The manifest, without files.
+        sources: Source of each weight of the graphs, by its name in the graphs.
+        manifest: The manifest, without descriptions of files.
     """
 
     graphs: Mapping[str, Graph]
@@ -352,7 +352,8 @@ class Prepared:
 
     @property
     def packed_size(self) -> int:
-        """Approximate bytes of the build for the CPU: blocks of GGUF files keep their size."""
+        """Returns the approximate bytes of the build for the CPU. Blocks of GGUF files keep their
+        size."""
         weights = {one.name: one for graph in self.graphs.values() for one in graph.weights}
         return sum(_packed_bytes(self.sources[name], weights[name]) for name in weights)
 
@@ -418,7 +419,7 @@ def _manifest(
     options: ExportOptions,
     graphs: Mapping[str, Graph],
 ) -> Manifest:
-    """The manifest of a directory, without its files."""
+    """Returns the manifest of a directory, without descriptions of files."""
     return Manifest(
         format_version=FORMAT_VERSION,
         model=checkpoint.path.resolve().name,
@@ -449,11 +450,11 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Check that an export may write to ``output``. Also removes what killed runs left next to this
-    directory and in it.
+    """Check that an export may write to ``output``. This function also removes files that killed
+    runs left next to this directory and in it.
 
     An existing directory must be empty, or an engine directory without other files. Packed weights
-    belong to it.
+    count as a part of it.
 
     Args:
         output: The directory, without links and "..".
@@ -471,7 +472,7 @@ def check_output(output: Path) -> None:
         raise EESDError(f"{output} is not replaced: {reason}; give another --output.")
     try:
         with temporary_beside(existing_parent(output) / output.name):
-            pass  # the place can be written
+            pass  # This raises an error if the place cannot be written.
     except OSError as error:
         raise EESDError(
             f"{output} cannot be written ({error.strerror}); give another --output."
@@ -479,8 +480,8 @@ def check_output(output: Path) -> None:
 
 
 def _foreign(output: Path) -> str:
-    """The reason not to replace a directory; "" if it is empty, or an engine directory without
-    other files."""
+    """Returns the reason not to replace a directory. It is "" if the directory is empty, or is an
+    engine directory without other files."""
     manifest = _any_manifest(output)
     if manifest is None:
         return "it is not an engine directory" * any(output.iterdir())
@@ -491,8 +492,8 @@ def _foreign(output: Path) -> str:
 
 
 def _any_manifest(directory: Path) -> dict[str, Any] | None:
-    """Read an EESD manifest of any format version. Returns None for anything else: other programs
-    also write a manifest.json."""
+    """Read an EESD manifest of any format version. Returns None for anything else, because other
+    programs also write a manifest.json."""
     with contextlib.suppress(EESDError):
         raw = read_json(directory / MANIFEST_FILE, "")
         if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"}:

@@ -180,7 +180,7 @@ def main(
 def _outlined(model: str) -> Manifest:
     """The manifest that an export with default options would write."""
     try:
-        find_model(model, weights=False)  # checked before the imports, which take seconds
+        find_model(model, weights=False)  # This is checked before the imports, which take seconds.
         from eesd.export.outline import outlined
     except ImportError as error:
         raise lacks("Reading a model", error) from None
@@ -190,8 +190,8 @@ def _outlined(model: str) -> Manifest:
 def verify_all(
     directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Hash every file that a backend reads: those of the export and the build for the CPU, and
-    plans.
+    """Hash every file that a backend reads. These are the files of the export and of the build for
+    the CPU, and plans.
 
     Raises:
         EESDError: A file is missing or was changed.
@@ -207,8 +207,8 @@ def verify_all(
 def check_exactness(
     directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]
 ) -> Exactness:
-    """Compare the bits of logits in about M + 45 mostly short calls, for each number of threads
-    (None for the default)."""
+    """Compare the bits of logits in about M + 45 calls, most of which are short, for each number of
+    threads (None for the default)."""
     exactness = Exactness(manifest)
     with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
         for count in threads:
@@ -250,7 +250,7 @@ def _predict(
     ranks: int,
     as_json: bool,
 ) -> None:
-    manifest.on_rank(ranks)  # refuses models that cannot be split
+    manifest.on_rank(ranks)  # This refuses models that cannot be split.
     text = min(text or slots, slots)
     sized = replace(manifest, max_seq_len=slots)
     hardware = GPUS[gpu]
@@ -281,8 +281,8 @@ def _predict(
 
 
 def prediction_tables(predicted: Prediction) -> list[Table]:
-    """The times of calls, and the best chain for each acceptance; without a draft engine, chains
-    consist of tokens that the text proposes."""
+    """Describe the times of calls, and the best chain for each acceptance. Without a draft engine,
+    chains consist of tokens that the text proposes."""
     plain = predicted.verify[0]
     calls = Table("call", "ms", box=None, pad_edge=False)
     if predicted.draft:
@@ -305,8 +305,8 @@ def prediction_tables(predicted: Prediction) -> list[Table]:
 def memory_table(
     manifest: Manifest, devices: list[DeviceMemory], batch: int, ranks: int = 1
 ) -> Table:
-    """Format a memory estimate as a table with a column for each device, or a single column for all
-    ranks.
+    """Format a memory estimate as a table. It has a column for each device, or a single column for
+    all ranks.
 
     Args:
         manifest: Manifest of the engine directory.
@@ -352,12 +352,12 @@ def memory_table(
 
 
 def memory_bars(devices: list[DeviceMemory], ranks: int, blocks: bool) -> list[str]:
-    """Format a memory estimate as a bar for each device, and a legend.
+    """Format a memory estimate as a bar for each device, followed by a legend.
 
     Args:
         devices: The estimate.
         ranks: Number of ranks of the estimate.
-        blocks: Whether the terminal shows block characters. If not, bars are ASCII.
+        blocks: Whether the terminal shows block characters. If it does not, bars are ASCII.
     """
     letters = "█▓░" if blocks else "#=-"
     most = max(device.total for device in devices)

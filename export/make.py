@@ -1,5 +1,5 @@
-"""Make an engine directory from a model and a user's choices: choose the exit head and the types of
-weights, export, check, report."""
+"""Make an engine directory from a model and a user's choices. The steps are to choose the exit head
+and the types of weights, to export, to check, and to report."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ if TYPE_CHECKING:  # --help must not load torch
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of an export, as ``eesd-export --help`` explains them. None selects the default.
+    """The options of an export, as ``eesd-export --help`` explains them. An option that is None
+    selects the default.
 
     Attributes:
-        model: Directory, GGUF file, Hugging Face id or short name.
+        model: A directory, a GGUF file, a Hugging Face id or a short name.
         plans: Whether plans may be built from 16-bit engines. A 4-bit draft then has no minimums,
             because TensorRT cannot read them.
         packed: Whether weights are written only packed for the CPU.
@@ -211,8 +212,8 @@ def _rounded_on(
 
 
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
-    """Lines that describe the model and its needs: ``size`` bytes of weights, on a disk with
-    ``free`` bytes left."""
+    """Returns lines that describe the model and its needs. The model has ``size`` bytes of weights,
+    and the disk has ``free`` bytes left."""
     geometry = manifest.geometry
     slots = manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
     weights = sum(map(prod, model_shapes(geometry).values()))
@@ -226,7 +227,8 @@ def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
 
 
 def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
-    """The exit head and the options of the export, from the choices and this model's defaults."""
+    """Choose the exit head and the options of the export from the choices and this model's
+    defaults."""
     from eesd.export.onnx_graph import ExportOptions
 
     config = checkpoint.config
@@ -358,7 +360,7 @@ def choose_quantization(
         layers: ``--quantize``.
         head: ``--quantize-head``.
         draft: ``--quantize-draft``.
-        symmetric: ``--symmetric`` or ``--asymmetric``.
+        symmetric: Value of ``--symmetric`` or ``--asymmetric``.
         link_weights: ``--link-weights``.
         whole: Whether the draft is the whole model.
         plans: Whether plans may be built from 16-bit engines.
@@ -455,7 +457,7 @@ def _check_keep(
 
 
 def _types(options: ExportOptions, own: bool) -> str:
-    """The element type and the quantization, in words."""
+    """Describes the element type and the quantization in words."""
     texts = [
         f"{one.name} {place}"
         for place, one in options.quantization.places.items()
@@ -470,8 +472,8 @@ def _types(options: ExportOptions, own: bool) -> str:
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
-    """The input sizes of the linear weights that cannot be quantized. Raises EESDError if no weight
-    can be quantized."""
+    """Returns the input sizes of the linear weights that cannot be quantized. Raises EESDError if
+    no weight can be quantized."""
     linear = {
         name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)
     }
@@ -490,8 +492,8 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
 
 
 def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
-    """The draft without training: the whole model in fewer bits if its weights have more than 4
-    bits, else no head.
+    """Choose the draft without training. It is the whole model in fewer bits if the model's weights
+    have more than 4 bits. If they do not, there is no head.
 
     Raises:
         EESDError: The user chose the whole model as the draft, and its weights have too few bits.
@@ -521,8 +523,7 @@ def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
-    """Whether weights with these levels have too few bits for a draft that reads half of the
-    bits."""
+    """Whether these levels have too few bits for a draft that reads half of the bits."""
     return (
         levels is not None
         and levels.weights != FP8
@@ -533,12 +534,12 @@ def _has_few_bits(levels: Quantization | None) -> bool:
 def _choose_head(
     checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None
 ) -> Head | None:
-    """Open the exit head that is ``given``, or the one in the model directory. Without either, use
-    the model's own exit if its ``name`` shows that it was trained to exit early, or an untrained
-    head after ``exit_layer``.
+    """Open the exit head that is ``given``, or the one in the model directory. If there is neither,
+    this function chooses another head. If the model's ``name`` shows that it was trained to exit
+    early, it uses the model's own exit. If not, it makes an untrained head after ``exit_layer``.
 
     Returns:
-        The head; None to let :func:`_default_head` choose.
+        The head, or None to let :func:`_default_head` choose.
     """
     from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
     from eesd.model.eagle_file import is_eagle
@@ -577,7 +578,7 @@ def _choose_head(
 
 
 def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
-    """Build for the CPU. Returns a line if that failed."""
+    """Build for the CPU. If that fails, a line about the failure is returned."""
     size = sum(weight_bytes(manifest, graph) for graph in manifest.graphs)
     if wanted is False or (wanted is None and torch_sees_gpu()):
         return []

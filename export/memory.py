@@ -1,5 +1,5 @@
-"""Memory by device: the split of the verify graph into stages, and the memory that a directory
-needs to run.
+"""Compute the memory of each device. This module splits the verify graph into stages, and estimates
+the memory that a directory needs to run.
 
 Everything is computed from geometry and manifest, without torch or the weights.
 """
@@ -24,9 +24,9 @@ from eesd.common.weights import (
 
 _BUILD_FACTOR = 2.7
 _BUILD_BASE = 600_000_000
-"""Host memory of a build: a factor for the bytes of the weights, and a constant. Measured with
-TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 bytes of memory per byte of weights, including the mapped
-file of weights."""
+"""Estimate of the host memory of a build. The first number is a factor for the bytes of the
+weights, and the second is a constant. A measurement with TensorRT-RTX 1.7 on 1.8 GB of weights gave
+2.6 bytes of memory per byte of weights, including the mapped file of weights."""
 
 
 def split_layers(
@@ -39,7 +39,7 @@ def split_layers(
     """Split the layers of the verify graph into stages so that the largest number of weight bytes
     on any device is as small as possible.
 
-    The first device also runs the draft, on the same caches, so the first stage has at least the N
+    The first device also runs the draft on the same caches, so the first stage has at least the N
     layers before the exit.
 
     Args:
@@ -96,10 +96,10 @@ def split_layers(
         # Rotary tables are on every device, so they are not counted.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    # Layers may differ a little in size if single tensors have other levels; use the mean.
+    # Layers may differ a little in size if single tensors have other levels, so the mean is used.
     layer = nbytes(layer_shapes(geometry, range(layers))) // layers
     prefix = range(before_exit)
-    other = [0] * stages  # bytes on each device besides the layers
+    other = [0] * stages  # These bytes are on each device in addition to the layers.
     other[0] = nbytes(graph(prefix, draft=True) | graph(prefix, draft=False)) - before_exit * layer
     other[-1] += nbytes(graph(range(layers - 1, layers), draft=False)) - layer
     counts = [before_exit] + [1] * (stages - 1)
@@ -112,19 +112,20 @@ def split_layers(
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory in bytes of the device that runs one stage of the verify graph. The draft runs on the
-    first device.
+    """Number of bytes of memory of the device that runs one stage of the verify graph. The draft
+    runs on the first device.
 
     Attributes:
         graphs: Files of the graphs on the device.
         layers: First and last layer of the stage.
         draft_weights: Weights of the draft.
         verify_weights: Weights of the stage.
-        shared_weights: Weights that both graphs share, included in both numbers.
+        shared_weights: Weights that both graphs share. Both numbers above include them.
         kv_cache: The caches of the stage when they are full.
-        round_buffers: Mask, activations and logits of a verify pass over a full round.
-        prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of
-            one token.
+        round_buffers: Memory for the mask, the activations and the logits of a verify pass over a
+            full round.
+        prefill_buffers: Memory for the mask and the activations of a prefill call of one sequence,
+            and for the logits of one token.
         build_host_memory: Estimate of the host memory for building the plan of the device's largest
             graph.
     """
@@ -141,13 +142,13 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Memory of the device if the draft and verify graphs share weights. Rounds and prefill use
-        the same buffers."""
+        """Memory of the device if the draft graph and the verify graph share weights. Rounds and
+        prefill use the same buffers."""
         weights = self.draft_weights + self.verify_weights - self.shared_weights
         return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the total, for JSON."""
+        """Returns the fields and the total for JSON."""
         return asdict(self) | {"total": self.total}
 
 
@@ -156,7 +157,7 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
     Args:
         manifest: Manifest of the engine directory.
-        batch: Number of sequences, all with full caches.
+        batch: Number of sequences. All of them have full caches.
         ranks: Number of ranks over which the torch engine splits the weights. Several ranks need a
             verify graph with a single stage.
 
@@ -201,16 +202,17 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight on each rank. With several ranks, the model runs on the torch engine, which
-    dequantizes the weights of float32 engines, and weights that its GPU kernels do not support."""
+    """Number of bytes of a weight on each rank. With several ranks, the model runs on the torch
+    engine. This engine dequantizes the weights of float32 engines, and weights that its GPU kernels
+    do not support."""
     if ranks > 1 and (weight.dtype == "float32" or not weight.keeps_levels(ranks)):
         weight = replace(weight, quantization=None)
     return weight.nbytes // (ranks if is_split(weight) else 1)
 
 
 def is_split(weight: StoredWeight) -> bool:
-    """Whether ranks split a weight: a matrix of an attention, an MLP or the deep layers. Each rank
-    has all other weights."""
+    """Whether ranks split a weight. They split the matrices of attention, of MLPs and of the deep
+    layers. Each rank has all other weights."""
     return len(weight.shape) == 2 and split_side(weight.name) is not None
 
 
@@ -232,10 +234,10 @@ def build_memory(weights: int) -> int:
 
 
 def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
-    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
-    attention in float32.
+    """Estimate the bytes of the mask, the hidden states in and out, and the largest activations.
+    Attention is assumed to be unfused and in float32.
 
-    Of the ``tokens`` tokens, ``logits`` get logits, with ``columns`` columns each.
+    ``logits`` of the ``tokens`` tokens get logits, with ``columns`` columns each.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size
@@ -252,7 +254,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in MB or GB (10^6 or 10^9 bytes); 0 as ``-``."""
+    """Format a number of bytes in MB or GB (10^6 or 10^9 bytes). The result is ``-`` for 0."""
     if count == 0:
         return "-"
     return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"

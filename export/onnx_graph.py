@@ -1,5 +1,5 @@
-"""The standard graphs of an engine directory: the draft graph, and the verify graph or its
-stages."""
+"""The standard graphs of an engine directory. These are the draft graph, and the verify graph or
+its stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class ExportOptions:
 
     Attributes:
         dtype: Element type of weights, caches and activations.
-        max_seq_len: S, the slots of the KV cache.
-        max_tree_nodes: M, the largest number of drafted nodes in a round.
-        draft_top_k: K, the candidates that the draft returns for each node.
+        max_seq_len: Number of slots of the KV cache, S.
+        max_tree_nodes: The largest number of drafted nodes in a round, M.
+        draft_top_k: Number of candidates that the draft returns for each node, K.
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
         quantization: Quantization of the weights.
@@ -78,12 +78,12 @@ def make_graph(
     """Write the draft graph, the verify graph or one of its stages. No weight is read.
 
     Args:
-        name: ``draft`` for the draft graph; any other name for the verify graph or a stage. The
-            file is ``<name>.onnx``.
+        name: Use ``draft`` for the draft graph. Any other name stands for the verify graph or a
+            stage. The file is ``<name>.onnx``.
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
         options: Options of the export.
-        layers: Layers of the stage; None for all.
+        layers: Layers of the stage, or None for all layers.
         linked: Names of weights that stay in the checkpoint's layout. The graph transposes linear
             weights.
     """
@@ -116,8 +116,8 @@ def _draft_folds(options: ExportOptions) -> bool:
     """Whether the draft graph folds query heads. Its results do not affect the output.
 
     For one token, engines have a faster attention with separate heads. TensorRT-RTX has no such
-    attention for long caches, and copies the cache before reading it: once if heads are folded,
-    once per head if not.
+    attention for long caches, and copies the cache before reading it. It copies it once if heads
+    are folded, and once per head if they are not.
     """
     in_place = one_node_is_faster(options.max_seq_len, options.quantization)
     return options.dtype != "float32" and not in_place
@@ -161,7 +161,7 @@ def _called(o: OnnxOperations, value: str, name: str) -> str:
 
 
 def _inputs(o: OnnxOperations, is_draft: bool, layers: range) -> list[TensorInfo]:
-    """The inputs without the caches."""
+    """The inputs that are not caches."""
     first = TensorInfo("input_ids", ("B", "n"), "int64")
     if not is_draft and layers.start > 0:
         first = TensorInfo("hidden", ("B", "n", o.geometry.hidden_size), o.dtype)
@@ -211,11 +211,11 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
         name: Name of the graph, for the message.
 
     Raises:
-        EESDError: There is a different reader.
+        EESDError: Another node reads a cache.
     """
     written = {node.input[0]: node for node in nodes if node.op_type == "TensorScatter"}
     for cache, writer in written.items():
-        found = {*writer.input[1:]}  # values that it depends on
+        found = {*writer.input[1:]}  # The values that the writer depends on.
         for node in reversed(nodes):
             if found.intersection(node.output):
                 found.update(node.input)

@@ -2,15 +2,16 @@
 
 Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants, in
 which 0 copies a dimension of the input. Linear layers with the same input become one product over a
-packed weight if they are quantized alike. Linear weights are stored transposed, MatMul's layout.
+packed weight if they are quantized alike. Linear weights are stored transposed, because this is
+MatMul's layout.
 
-A token's results must not depend on the number of tokens in a pass, so that drafting changes no bit
-of a logit. For ONNX Runtime's products and norms this always holds, for attention only with two or
-more queries. So the verify graph *folds* the query heads of a KV head into additional queries of
-that head; without grouped heads, it computes the first query twice. Folded attention also reads
-each cache only once. In float32, heads stay separate for prompts: ONNX Runtime gives each head to
-one thread, and few heads load the threads unevenly. From two nodes on, both forms give the same
-bits. The draft graph does not need to fold heads.
+Drafting must not change any bit of a logit, so a token's results must not depend on the number of
+tokens in a pass. For ONNX Runtime's products and norms this always holds. For attention, it holds
+only with two or more queries. So the verify graph *folds* the query heads of a KV head into
+additional queries of that head. If heads are not grouped, it computes the first query twice. Folded
+attention also reads each cache only once. In float32, heads stay separate for prompts. ONNX Runtime
+gives each head to one thread, and a few heads would load the threads unevenly. From two nodes on,
+both forms give the same bits. The draft graph does not need to fold heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ CONSTANT = "constant."
 
 
 def onnx_type(dtype: str) -> int:
-    """The number of a project's element type in ``TensorProto.DataType``."""
+    """The number that ``TensorProto.DataType`` has for an element type of this project."""
     names = {"float32": "FLOAT", "float8e4m3fn": "FLOAT8E4M3FN", "float4e2m1": "FLOAT4E2M1"}
     return int(getattr(TensorProto, names.get(dtype, dtype.upper())))
 
@@ -79,14 +80,15 @@ class OnnxOperations:
         model: The model.
         shapes: Shapes of the weights that the graph uses, by name.
         dtype: Element type of weights, caches and activations.
-        slots: S, rows of the rotary tables.
+        slots: Number of rows of the rotary tables, S.
         quantization: Quantization of the weights.
         linked: Names of weights that stay in the checkpoint's layout.
         packs: Whether layers with the same input may be packed.
         draft: Whether this is the draft graph.
         folds: Whether query heads are folded.
         nodes: The nodes so far.
-        initializers: Constants with their values, and weights without data, by name.
+        initializers: The initializers so far, by name. Constants have their values, and weights
+            have no data.
         weights: Storage of the weights in use, by name.
     """
 
@@ -103,7 +105,7 @@ class OnnxOperations:
     initializers: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, StoredWeight] = field(default_factory=dict)
     _made: dict[str, str] = field(default_factory=dict)
-    """Values that several nodes use: dequantized weights, tables, masks."""
+    """Values that several nodes use, such as dequantized weights, tables and masks."""
 
     @property
     def geometry(self) -> Geometry:
@@ -156,7 +158,7 @@ class OnnxOperations:
         return self.weights[name]
 
     def _matrix(self, name: str, shape: Shape | None = None) -> str:
-        """A linear weight [in, out], the layout of MatMul."""
+        """A linear weight [in, out], which is the layout of MatMul."""
         weight = self._weight(name, shape)
         if weight.name in self._made:
             return self._made[weight.name]
@@ -173,16 +175,16 @@ class OnnxOperations:
     def _dequantized(
         self, parts: Mapping[str, str], weight: StoredWeight, shape: Shape, axis: int
     ) -> str:
-        """Dequantize the parts of a weight, by suffix.
+        """Dequantize a weight, whose parts are given by their suffixes.
 
-        Scales whose type differs from the directory's are made float32 first: DequantizeLinear
+        Scales whose type differs from the directory's are made float32 first. DequantizeLinear
         returns the type of the scales, and nothing may be rounded to 16 bits before the minimum is
         added.
 
         Args:
-            parts: The levels, and scales, zero points, minimums and factor if there are any.
+            parts: The levels. The scales, zero points, minimums and factor follow if there are any.
             weight: The weight.
-            shape: Shape of the levels; 0 for unknown dimensions.
+            shape: Shape of the levels, in which 0 stands for an unknown dimension.
             axis: Axis of the blocks.
         """
         of = weight.quantization
@@ -272,7 +274,7 @@ class OnnxOperations:
         return self.node("Mul", [x, self.node("Sigmoid", [gate])])
 
     def activate(self, x: str, block: Block, name: str) -> str:
-        """Compute xielu in float32: 16-bit types are too coarse for its differences of
+        """Compute xielu in float32, because 16-bit types are too coarse for its differences of
         exponentials."""
         kind = block.geometry.activation
         if kind != "xielu":
@@ -326,7 +328,7 @@ class OnnxOperations:
         return self.node("Add", [y, self._weight(packed_name(biases), (rows,)).name])
 
     def _gated(self, y: str, layers: Sequence[Linear], activation: str) -> str:
-        """The activated gate times up; gate and up lie side by side in y."""
+        """Returns the activated gate times up. Gate and up are side by side in y."""
         gate, up = self._split(y, [layer.outputs for layer in layers], -1)
         if activation == "clamped":
             wide = [self._cast(part, self.dtype, "float32") for part in (gate, up)]
@@ -348,8 +350,8 @@ class OnnxOperations:
     ) -> str:
         """Run each expert on all tokens.
 
-        For tokens that do not use an expert, its inputs are 0, so its outputs are 0 and never
-        exceed the range of the type.
+        If a token does not use an expert, the expert's inputs for this token are 0. Its outputs are
+        then 0, too, and never exceed the range of the type.
         """
         routed = self.norm(x, mixture.router_norm) if mixture.router_norm else ""
         if norm:
@@ -371,7 +373,8 @@ class OnnxOperations:
         return self.add(residual, total, name)
 
     def _shares(self, x: str, block: Block, mixture: Mixture) -> str:
-        """The weights of the experts [B, n, E]; 0 for an expert that a token does not use."""
+        """Returns the weights of the experts [B, n, E]. A weight is 0 if the token does not use the
+        expert."""
         experts = block.geometry.experts
         assert experts is not None
         if experts.choice_bias:  # differences of the sums are too small for 16 bits
@@ -408,7 +411,7 @@ class OnnxOperations:
         return self._cast(found, "float32", self.dtype)
 
     def _near_shares(self, logits: str, best: str, indices: str, experts: Experts) -> str:
-        """The shares [B, n, k] of sparsemixer. A chosen logit is the largest of those that are
+        """The shares [B, n, k] of sparsemixer. A chosen logit is the largest of the logits that are
         left, so its share is the largest, too."""
         left = logits
         shares = list[str]()
@@ -430,8 +433,8 @@ class OnnxOperations:
         return self.nodes_of("TopK", [x, self.constant([count])], 2, axis=-1)
 
     def _ranks(self, scores: str, experts: Experts, mixture: Mixture) -> str:
-        """The scores by which experts are chosen: with biases, and very small outside of the groups
-        that a token uses."""
+        """Returns the scores that choose experts. They include biases, and are very small outside
+        of the groups that a token uses."""
         if mixture.bias:
             scores = self.node("Add", [scores, self.weight(mixture.bias, experts.count)])
         if experts.groups == 1:
@@ -469,9 +472,11 @@ class OnnxOperations:
         return self.concat(found, "")
 
     def _latent_attention(self, qkv: str, block: Block, latent: Latent, attends: bool) -> str:
-        """Attention to the rows in the caches. A row takes a slot's keys, then its values.
+        """Attention to the rows in the caches. A row consists of a slot's keys, followed by its
+        values.
 
-        Values are whole rows, because TensorRT needs keys and values of one size.
+        The values of this attention are whole rows, because TensorRT needs keys and values of one
+        size.
         """
         geometry = block.geometry
         counts = [geometry.num_heads] * attends + [1]
@@ -549,9 +554,11 @@ class OnnxOperations:
         return found
 
     def _attended_with_sinks(self, q: str, keys: str, values: str, mask: str, block: Block) -> str:
-        """Attention [B, H, n, D] whose softmax has one more score for each head, its sink.
+        """Attention [B, H, n, D] with sinks. The softmax has one more score for each head, which is
+        its sink.
 
-        ONNX's operator has no sinks. Scores are computed in the graph's type, softmax in float32.
+        ONNX's operator has no sinks. Scores are computed in the graph's type, and the softmax is
+        computed in float32.
         """
         geometry = block.geometry
         kv_heads = geometry.num_kv_heads
@@ -651,19 +658,20 @@ class OnnxOperations:
 
     @property
     def _parts_heads(self) -> bool:
-        """Whether heads stay separate in calls with many nodes. Only in float32: on the CPU, long
-        prompts rarely run in 16 bits."""
+        """Whether heads stay separate in calls with many nodes. This happens only in float32,
+        because long prompts rarely run in 16 bits on the CPU."""
         return not self.draft and self.dtype == "float32"
 
     def _where_many(self, many: str, few: str) -> str:
-        """One of two shapes: ``many`` for calls with many nodes, ``few`` for calls with few."""
+        """Returns one of two shapes. ``many`` is the shape for calls with many nodes, and ``few``
+        is the shape for calls with few."""
         key = f"where {many} {few}"
         if key not in self._made:
             self._made[key] = self.node("Where", [self._has_many_nodes(), many, few])
         return self._made[key]
 
     def _has_many_nodes(self) -> str:
-        """Whether a call has many nodes, [1]."""
+        """Returns whether a call has many nodes, with shape [1]."""
         if "many" not in self._made:
             batch = self.node("Shape", ["position_ids"], start=0, end=1)
             count = self.node("Shape", ["position_ids"], start=1, end=2)
@@ -684,7 +692,7 @@ class OnnxOperations:
         return self._made[key]
 
     def _repeated(self, mask: str, group: int) -> str:
-        """A mask [B, 1, n, S] for folded heads: [B, 1, group n, S]."""
+        """Turn a mask [B, 1, n, S] into a mask [B, 1, group n, S] for folded heads."""
         if group == 1:
             return self.node("Concat", [mask, self._slice(mask, 0, 1, 2)], axis=2)
         if not self._parts_heads:
@@ -715,7 +723,7 @@ class OnnxOperations:
         return self.node("Where", [hidden, masked, "attn_mask"])
 
     def _numbers(self, axis: int) -> str:
-        """0, 1, ... along an axis of the mask."""
+        """The numbers 0, 1, ... along an axis of the mask."""
         key = f"numbers {axis}"
         if key not in self._made:
             size = self.node("Shape", ["attn_mask"], start=axis, end=axis + 1)
@@ -728,7 +736,7 @@ class OnnxOperations:
         return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
 
     def convolution(self, x: str, block: Block, name: str) -> str:
-        """The sum in float32, beginning with the earliest token."""
+        """The weighted sum is computed in float32, beginning with the earliest token."""
         hidden = block.geometry.hidden_size
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
         state = self.node("Mul", [gate, given])
@@ -739,8 +747,8 @@ class OnnxOperations:
     def _convolved(
         self, state: str, states: str | Sequence[str], block: Block, name: str, taps: int
     ) -> str:
-        """The float32 sums [B, n, columns] of a convolution over states in caches, or side by side
-        in a float32 tensor [B, S, columns]."""
+        """Returns the float32 sums [B, n, columns] of a convolution over states. The states are in
+        caches, or side by side in a float32 tensor [B, S, columns]."""
         columns = self.shapes[f"{block.prefix}{name}.weight"][0]
         weights = self._split(self._wide(block, name), [1] * taps, 2)
         total = ""
@@ -757,7 +765,8 @@ class OnnxOperations:
         return total
 
     def _rows_at(self, states: str, slots: str, columns: int) -> str:
-        """States [B, n, columns] at slots [B, n] of a tensor [B, S, columns]; zeros for -1."""
+        """Returns the states [B, n, columns] at slots [B, n] of a tensor [B, S, columns]. A slot of
+        -1 gives zeros."""
         is_there = self.node("GreaterOrEqual", [slots, self.constant(0)])
         is_there = self.node("Cast", [is_there], to=TensorProto.FLOAT)
         slots = self._unsqueeze(self.node("Clip", [slots, self.constant(0)]), 2)
@@ -771,7 +780,8 @@ class OnnxOperations:
         return self._cast(weight.name, weight.dtype, "float32")
 
     def delta_rule(self, x: str, block: Block, name: str) -> str:
-        """The deltas of a pass are computed token by token, everything else as matrix products.
+        """The deltas of a pass are computed token by token, and everything else is computed as
+        matrix products.
 
         States and outputs are computed in float32.
         """
@@ -796,7 +806,8 @@ class OnnxOperations:
         keys = self._heads_apart(self._scattered(keys, own), rule.key_dim)
         keys = self.node("Transpose", [keys], perm=[0, 1, 3, 2])
         group = heads // rule.key_heads
-        # At least two rows: ONNX Runtime adds the products of a single row in another order.
+        # There are at least two rows, because ONNX Runtime adds the products of a single row in
+        # another order.
         rows = self._grouped(self.node("Concat", [k, q], axis=2), keys, group)
         scores = self.nodes_of("Split", [rows], 2, axis=2, num_outputs=2)
         weights = [self.node("Mul", [one, decays]) for one in scores]
@@ -833,9 +844,9 @@ class OnnxOperations:
         return self.node("TensorScatter", [states, new, "write_indices"], axis=1)
 
     def _decays(self, logs: str) -> str:
-        """Factor by which each visible slot's outer product has decayed at each token, [B, heads,
-        n, S], from the logarithms of the decays [B, S, heads]; 0 for slots that the token does not
-        see."""
+        """Returns the factor by which each visible slot's outer product has decayed at each token,
+        [B, heads, n, S]. It is computed from the logarithms of the decays [B, S, heads]. It is 0
+        for slots that the token does not see."""
         logs = self._unsqueeze(self.node("Transpose", [logs], perm=[0, 2, 1]), 2)
         seen = self.node("Greater", ["attn_mask", self.constant(MASKED / 2, self.dtype)])
         later = self.node("Where", [seen, logs, self._float(0.0)])
@@ -843,8 +854,8 @@ class OnnxOperations:
         return self.node("Exp", [self.node("Where", [seen, sums, self._float(-np.inf)])])
 
     def _grouped(self, rows: str, keys: str, group: int) -> str:
-        """Products of rows [B, key heads, n, D] with all keys, for each of the ``group`` value
-        heads of a key head: [B, value heads, n, S]."""
+        """Returns the products of rows [B, key heads, n, D] with all keys, as [B, value heads, n,
+        S]. Each key head has ``group`` value heads."""
         scores = self._unsqueeze(self.node("MatMul", [rows, keys]), 2)
         scores = self.node("Concat", [scores] * group, axis=2)
         shape = self.node("Shape", [scores], start=3)
@@ -852,7 +863,7 @@ class OnnxOperations:
         return self.node("Reshape", [scores, self.node("Concat", [heads, shape], axis=0)])
 
     def _solved(self, weights: str, v: str, steps: str, deltas: str, name: str) -> list[str]:
-        """The deltas of all slots, and the deltas of the call's tokens [B, heads, n, D].
+        """Returns the deltas of all slots, and the deltas of the call's tokens [B, heads, n, D].
 
         A token's delta needs the deltas of earlier tokens, so deltas are computed one after
         another. Each delta is one sum over all slots, so its bits do not depend on the number of
@@ -901,7 +912,8 @@ class OnnxOperations:
         return self.node("Div", [x, self.node("Sqrt", [squares])])
 
     def _state_caches(self, indices: range) -> list[str]:
-        """The caches of states: the keys and values of each index in turn."""
+        """Names of the caches of states. The keys and the values of each index follow each
+        other."""
         return [f"{part}_{cache}" for cache in indices for part in ("key", "value")]
 
     def write_state(self, x: str, name: str) -> str:
@@ -921,7 +933,7 @@ class OnnxOperations:
         return [self._write(cache, part) for cache, part in zip(caches, parts, strict=True)]
 
     def _gathered(self, cache: str, slots: str) -> str:
-        """Rows of a cache at slots [B, 1, n, 1]: [B, KV, n, D]."""
+        """Returns the rows of a cache at slots [B, 1, n, 1], with shape [B, KV, n, D]."""
         shape = self.constant([1, self.geometry.num_kv_heads, 1, self.geometry.head_dim])
         every = self.node("Expand", [slots, shape])
         return self.node("GatherElements", [cache, every], axis=2)
@@ -947,7 +959,7 @@ class OnnxOperations:
         return self._read_states(self._ancestors(1), caches)
 
     def _read_states(self, slots: str, caches: Sequence[str]) -> str:
-        """The states [B, n, hidden] in slots [B, n] of caches; zeros for -1."""
+        """Returns the states [B, n, hidden] in slots [B, n] of caches. A slot of -1 gives zeros."""
         is_there = self.node("GreaterOrEqual", [slots, self.constant(0)])
         is_there = self.node("Cast", [is_there], to=onnx_type(self.dtype))
         slots = self._unsqueeze(self.node("Clip", [slots, self.constant(0)]), 1, 3)
@@ -960,7 +972,8 @@ class OnnxOperations:
         return self.node("Mul", [states, self._unsqueeze(is_there, 2)])
 
     def _ancestors(self, distance: int) -> str:
-        """The slots [B, n] of each token's ancestor at this distance; -1 if there is none."""
+        """Returns the slots [B, n] of each token's ancestor at this distance, or -1 if there is
+        none."""
         if distance == 0:
             return self._own_slots()
         key = f"ancestors {distance}"
@@ -969,8 +982,8 @@ class OnnxOperations:
         return self._made[key]
 
     def _parents(self, slots: str) -> str:
-        """For each token, the last visible slot [B, n] before a given slot [B, n]; -1 if there is
-        none."""
+        """Returns the last visible slot [B, n] before a given slot [B, n] for each token, or -1 if
+        there is none."""
         seen = self.node("Gather", ["attn_mask", self.constant(0)], axis=1)
         seen = self.node("Greater", [seen, self.constant(MASKED / 2, self.dtype)])
         earlier = self.node("Less", [self._numbers(3), self._unsqueeze(slots, 2)])

@@ -27,14 +27,14 @@ from eesd.model.packing import OF_EXPERTS
 
 @dataclass(frozen=True)
 class Outline:
-    """The properties of a model that an export's choices depend on, without the weights.
+    """The properties of a model, without its weights, that the choices of an export depend on.
     :class:`Checkpoint` has the same attributes.
 
     Attributes:
         geometry: Geometry of the model.
-        quantization: Quantization of the model's weights; None if they are not quantized.
-        own_levels: Quantizations of single tensors, for MXFP4 experts. (GGUF files, whose tensors
-            also have levels, are opened instead.)
+        quantization: Quantization of the model's weights, or None if they are not quantized.
+        own_levels: Quantizations of single tensors, which are used for MXFP4 experts. (The tensors
+            of GGUF files also have levels, but these files are opened instead.)
     """
 
     geometry: Geometry
@@ -43,12 +43,12 @@ class Outline:
 
 
 def outlined(name: str) -> Manifest:
-    """The manifest of an export with default options, without its files. No weights are read or
-    downloaded.
+    """Predict the manifest of an export with default options. It has no descriptions of files. No
+    weights are read or downloaded.
 
     Args:
-        name: A model as ``eesd-export`` takes it. Reads ``config.json`` of a directory, or the
-            header of a GGUF file.
+        name: A model as ``eesd-export`` takes it. This function reads ``config.json`` of a
+            directory, or the header of a GGUF file.
 
     Raises:
         EESDError: There is no such model, or it is not supported.
@@ -84,8 +84,8 @@ def outlined(name: str) -> Manifest:
 def outline(
     path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations
 ) -> Manifest:
-    """The manifest of an export of the model at ``path`` with this head and quantization, without
-    its files."""
+    """Returns the manifest of an export of the model at ``path`` with this head and quantization.
+    It has no descriptions of files."""
     geometry = config.geometry
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -118,8 +118,8 @@ def _own_levels(config: ModelConfig) -> dict[str, Quantization]:
 
 
 def _own_quantization(config: ModelConfig) -> Quantization | None:
-    """The quantization that keeps the levels of all layers. Latent attention transposes a part of
-    its weights, so these models have none."""
+    """Returns the quantization that keeps the levels of all layers. Latent attention transposes a
+    part of its weights, so models with latent attention have no such quantization."""
     if config.packing is None or config.geometry.latent is not None:
         return None
     shapes = layer_shapes(config.geometry, range(config.geometry.num_layers))

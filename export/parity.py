@@ -1,6 +1,7 @@
-"""Check that graphs give the results of the torch modules, and engines the results of their graphs.
+"""Check that graphs give the results of the torch modules, and that engines give the results of
+their graphs.
 
-In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches
+In the first two checks, ONNX Runtime runs the graphs on the CPU. 16-bit weights and caches are
 widened to float32.
 
 * :func:`compare_graphs` runs after an export. It compares the graphs with the torch modules on a
@@ -71,7 +72,8 @@ class QuantizationDrift:
     """Effect of quantization on a text that the unquantized model wrote.
 
     Attributes:
-        logit_change: Root mean square change of the logits, divided by their standard deviation.
+        logit_change: Root mean square of the change of the logits, divided by their standard
+            deviation.
         same_token: Number of positions at which the most likely token stays the same.
         positions: Number of positions.
     """
@@ -146,7 +148,8 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
 def _sampled_text(
     decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest
 ) -> tuple[list[int], Tensor]:
-    """Tokens that a model samples at temperature 1, and the logits after each [n, V]."""
+    """Samples tokens from a model at temperature 1. Returns the tokens, and the logits after each
+    of them [n, V]."""
     geometry = checkpoint.geometry
     length = min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
@@ -165,8 +168,8 @@ def _sampled_text(
 def _stored_modules(
     checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False
 ) -> tuple[Decoder, ExitHead]:
-    """The float32 modules of the verify or draft graph with the stored weights, rounded to the
-    engine's type or quantized."""
+    """Returns the float32 modules of the verify or draft graph. They have the stored weights, which
+    are rounded to the engine's type or quantized."""
     geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
@@ -206,8 +209,8 @@ def _stored_value(
 
 
 def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
-    """A prompt followed by a random tree, ``count`` tokens in total. Each node sees the prompt, its
-    ancestors and itself."""
+    """Make a prompt followed by a random tree. Together, they have ``count`` tokens. Each node sees
+    the prompt, its ancestors and itself."""
     prompt = count - count // 3
     parents = [
         *range(-1, prompt - 1),
@@ -248,8 +251,8 @@ def _difference(
 
 
 def compare_engines_memory(manifest: Manifest) -> int:
-    """Bytes of memory for the reference of :func:`compare_engines`: the largest graph and its
-    packed weights, in float32."""
+    """Number of bytes of memory for the reference of :func:`compare_engines`. It needs the largest
+    graph and its packed weights in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
     return 2 * max(weight_bytes(wide, graph) for graph in wide.graphs)
 
@@ -259,14 +262,14 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
     compared.
 
     Args:
-        engines: Verify and draft engines of any backend, or the verify engine alone.
+        engines: Verify and draft engines of any backend, or only the verify engine.
         directory: Directory of the graphs.
         manifest: Its manifest.
 
     Returns:
-        The lowest cosine over all tokens, for the logits, keys and values of the verify and draft
-        engines. Each vector holds a token's logits, or its keys or values of all heads in one
-        cache.
+        The lowest cosine over all tokens. It covers the logits, keys and values of the verify and
+        draft engines. A vector holds a token's logits, or the token's keys or values of all heads
+        in one cache.
     """
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = (
@@ -302,13 +305,14 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
     a plan's attention can read, because attention may be wrong only for long texts.
 
     Args:
-        engines: Verify and draft engines, or the verify engine alone.
+        engines: Verify and draft engines, or only the verify engine.
         expected: The engines of the other backend.
         manifest: Their manifest.
 
     Returns:
-        The lowest cosine over all tokens, for the logits of each call, and for the keys and values
-        of one cache: the first cache with an unacceptable cosine, or the worst.
+        The lowest cosine over all tokens, for the logits of each call and for the keys and values
+        of one cache. This is the first cache with an unacceptable cosine, or the worst cache if all
+        are acceptable.
     """
     nodes = manifest.max_tree_nodes + 1
     slots = attended_slots(manifest, manifest.verify[0])

@@ -1,4 +1,4 @@
-"""The graphs of plans: the standard graphs with changes that TensorRT needs."""
+"""Change the standard graphs of plans as TensorRT requires."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from eesd.runtime.engines.trt_plans import attended_slots
 def plan_graph(
     directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool
 ) -> bytes:
-    """The graph in the form that TensorRT reads, for a file next to the weights in ``directory``.
+    """Returns the graph in the form that TensorRT reads, for a file next to the weights in
+    ``directory``.
 
-    With ``whole``, the parser makes each attention one kernel, or the build fails. Without it, an
-    attention may also be built from parts; the builder still uses a kernel for each profile that
-    has one. Fixed dimensions are filled in, and attention reads only the first slots. TensorRT-RTX
-    multiplies by int8 weights directly only if each output has one scale, so equal scales of all
-    blocks become one.
+    If ``whole`` is true, the parser makes each attention one kernel, or the build fails. If it is
+    false, an attention may also be built from parts. The builder still uses a kernel for each
+    profile that has one. Fixed dimensions are filled in, and attention reads only the first slots.
+    TensorRT-RTX multiplies by int8 weights directly only if each output has one scale, so equal
+    scales of all blocks become one.
     """
     import onnx
 
@@ -43,8 +44,8 @@ def plan_graph(
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read only the first slots. The mask has a column for each of these slots, fewer
-    than S.
+    """Let attention read only the first slots. The mask has a column for each of these slots. There
+    are fewer of them than S.
 
     Attention then copies only this part of the caches. The caches are still updated in place.
     """
@@ -74,7 +75,8 @@ def attend_to_first(graph: Any) -> None:
 
 
 def fold_heads(graph: Any) -> None:
-    """Fold query heads in all calls: TensorRT fuses attention only with a known number of heads."""
+    """Fold query heads in all calls. TensorRT fuses attention only if the number of heads is
+    known."""
     many = {node.output[0] for node in graph.node if node.op_type == "Less"}
     for_few = {
         node.output[0]: node.input[2]
@@ -93,7 +95,7 @@ def fold_heads(graph: Any) -> None:
 
 
 def join_scales(model: Any, directory: Path) -> None:
-    """Give 8-bit weights one scale for each output, [out], if their scales [blocks, out] are equal
+    """Give 8-bit weights one scale for each output ([out]) if their scales [blocks, out] are equal
     in all blocks."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo

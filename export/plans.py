@@ -1,8 +1,9 @@
 """Build plans with TensorRT or TensorRT-RTX. Both have the same Python API.
 
-TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled
-when a plan is loaded. TensorRT times kernels on the GPU that will run them. With both libraries,
-fused attention needs a fixed cache length S, an additive float mask, and a 16-bit element type.
+TensorRT-RTX also builds on machines without a GPU. Its plans hold portable kernels, which are
+compiled when a plan is loaded. TensorRT times kernels on the GPU that will run them. With both
+libraries, fused attention needs a fixed cache length S, an additive float mask, and a 16-bit
+element type.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ from eesd.runtime.engines.trt_plans import (
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
 USUAL_NODES = 8
-"""Number of nodes for which a plan is tuned if the node counts of rounds vary."""
+"""Number of nodes for which a plan is tuned if the numbers of nodes in rounds vary."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class BuildOptions:
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
         max_batch: Largest number of sequences in a decoding call.
         prefill_chunk: Largest number of prompt tokens of a call.
-        compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every
-            supported GPU.
-        strip_weights: Whether plans have no weights. Loading then reads the weights of the
-            directory.
+        compute_capabilities: GPUs to build for, such as ``8.9``. Only TensorRT-RTX has this option.
+            If it is empty, the plans are for every supported GPU.
+        strip_weights: Whether plans have no weights. If they have none, the weights of the
+            directory are read when a plan is loaded.
     """
 
     flavour: str
@@ -73,7 +74,7 @@ class BuildOptions:
 
 
 def find_flavour(wanted: str | None) -> str:
-    """Return the flavour to build: ``wanted``, or the installed one (TensorRT if both are
+    """Return the flavour to build. It is ``wanted``, or the installed one (TensorRT if both are
     installed).
 
     Raises:
@@ -94,7 +95,7 @@ def find_flavour(wanted: str | None) -> str:
 
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
-    """SHA-256 over everything that determines a plan. A plan with the same hash is up to date."""
+    """SHA-256 of everything that determines a plan. A plan with the same hash is up to date."""
     files = [
         manifest.files[name].sha256
         for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE)
@@ -127,8 +128,8 @@ def up_to_date(
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
     """Raise :class:`EESDError` if the builder cannot build plans with these options.
 
-    Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is
-    one.
+    If ``compute_capabilities`` is empty, the plans must run on the GPU of this machine (if there is
+    one).
     """
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
@@ -206,8 +207,8 @@ def build(
         graph: Graph to build the plan from.
         options: Options of the build.
         monitor: Creates a progress monitor from the builder's base class for monitors.
-        attempts: Builds to try in turn: each attention as one kernel (True), or from parts if there
-            is no kernel (False).
+        attempts: Builds to try in turn. If an item is True, each attention must be one kernel. If
+            it is False, an attention may be built from parts if there is no kernel.
 
     Returns:
         Description of the plan for the manifest.
@@ -235,7 +236,7 @@ def build(
 
 
 class Built(NamedTuple):
-    """A plan's file, and the numbers of its attentions and cache updates that are single
+    """A plan's file. It also has the numbers of attentions and of cache updates that are single
     kernels."""
 
     file: FileInfo
@@ -254,11 +255,12 @@ def _build_once(
     path: Path,
     errors: list[str],
 ) -> Built | bool:
-    """Build a plan into a file. With ``whole``, each attention is one kernel, or the build fails.
+    """Build a plan into a file. If ``whole`` is true, each attention is one kernel, or the build
+    fails.
 
     Returns:
-        The plan. If the build failed, whether the builder could read the graph; if so, it may still
-        build the attention from parts.
+        The plan. If the build failed, this tells whether the builder could read the graph. If it
+        could, it may still build the attention from parts.
     """
     logger = make_logger(trt, errors)
     builder = create(options.flavour, "Builder", logger=logger, errors=errors)
@@ -340,11 +342,12 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
 def profile_nodes(
     manifest: Manifest, graph: GraphInfo, options: BuildOptions
 ) -> tuple[tuple[int, int, int], ...]:
-    """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for
-    prefill.
+    """Returns the (min, opt, max) nodes of a call. There is one profile for decoding and, unless
+    the graph is the draft's, another for prefill.
 
-    The draft has one profile: with a profile for exactly one node and another for a range, the plan
-    would hold its weights twice. The verify plan is tuned for all nodes of a round if they are few.
+    The draft has only one profile. With a profile for exactly one node and another for a range, the
+    plan would hold its weights twice. If a round has few nodes, the verify plan is tuned for all of
+    them.
     """
     if graph.file == manifest.draft.file:
         one = one_node_is_faster(manifest.max_seq_len, manifest.quantization)
@@ -357,12 +360,12 @@ def profile_nodes(
 def profile_shapes(
     manifest: Manifest, graph: GraphInfo, options: BuildOptions
 ) -> list[dict[str, list[tuple[int, ...]]]]:
-    """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
+    """Returns the (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
     The mask has a column for each slot that attention reads. In decoding, every node gets logits.
-    In prefill, one token gets logits; the profile allows two, because TensorRT-RTX expands the int8
-    weights of a product for exactly one row to 16 bits. Several sequences decode together; each is
-    prefilled separately.
+    In prefill, one token gets logits. The profile allows two, because TensorRT-RTX expands the int8
+    weights of a product for exactly one row to 16 bits. Several sequences decode together, but each
+    of them is prefilled separately.
     """
     batch = options.max_batch
     slots = attended_slots(manifest, graph)

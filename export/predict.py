@@ -1,7 +1,7 @@
 """Predict the time of draft steps and verify passes on a GPU, from bytes, operations and hardware
 constants.
 
-docs/predict.md has the formula, and marks constants as published, as measured on an H200 with the
+docs/predict.md has the formula. It marks constants as published, as measured on an H200 with the
 torch backend, or as assumed.
 """
 
@@ -26,14 +26,16 @@ from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK = 13
 OTHER_KERNELS = 27
-"""Measured numbers of kernels in a block (norms, products, rotation, cache updates, attention and
-activation), and outside blocks (mask, embedding, head and copies)."""
+"""Measured numbers of kernels. The first is the number of kernels in a block (norms, products,
+rotation, cache updates, attention and activation). The second is the number outside blocks (mask,
+embedding, head and copies)."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
-"""Measured: times of a block's products with 8-bit and 4-bit weights, relative to 16-bit weights,
-for one node and for :data:`MANY_NODES`. By bytes alone they would be 0.52 and 0.28."""
+"""Measured times of a block's products with 8-bit and 4-bit weights, for one node and for
+:data:`MANY_NODES`. They are relative to the times with 16-bit weights. By bytes alone they would be
+0.52 and 0.28."""
 TELLING = 100e-6
-"""Assumed: seconds for rank 0 to send a call to the other ranks."""
+"""Assumed number of seconds that rank 0 takes to send a call to the other ranks."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -42,17 +44,18 @@ class Hardware:
     """Properties of a device.
 
     Attributes:
-        name: Name for the tables.
-        bandwidth: Bytes of memory per second.
-        operations: Operations of dense products per second, a multiply-add counting as two.
-        memory: Bytes of memory.
+        name: Name that the tables show.
+        bandwidth: Number of bytes of memory that it reads per second.
+        operations: Number of operations of dense products per second. A multiply-add counts as two
+            operations.
+        memory: Number of bytes of memory.
         attained: Share of the bandwidth that a pass attains.
         attained_operations: Share of the operations that a pass attains.
-        launch: Seconds of a kernel in addition to its work.
-        host: Seconds of each call in which the device waits for the host.
-        node: Seconds of each node after the first in each block.
+        launch: Seconds that a kernel takes in addition to its work.
+        host: Seconds of each call during which the device waits for the host.
+        node: Seconds that each node after the first takes in each block.
         link: Bytes per second that a device receives from other devices in its machine.
-        gather: Seconds until each device has a few bytes from all other devices.
+        gather: Seconds until each device has received a few bytes from all other devices.
     """
 
     name: str
@@ -75,8 +78,9 @@ GPUS = {
     "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9, link=64e9, gather=20e-6),
     "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
-"""Devices by their ``--predict`` names. Bandwidth, operations (16 bits, dense), memory and link are
-published. The other values are those of the H200; ``gather`` is assumed."""
+"""Devices, with the names that ``--predict`` takes. Bandwidth, operations (16 bits, dense), memory
+and link are published. The other values are those of the H200, except ``gather``, which is
+assumed."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ class Prediction:
     """Predicted seconds of an engine directory's calls.
 
     Attributes:
-        draft: Seconds of a draft step; 0 without a draft, because proposals from the text cost
-            nothing.
+        draft: Seconds of a draft step. It is 0 without a draft, because proposals from the text
+            cost nothing.
         verify: Seconds of a verify pass over 1, 2, ... nodes, including the root. The first of
             these is the time of a plain step.
     """
@@ -118,7 +122,8 @@ class Prediction:
 
 
 def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
-    """Slots that a plan's attention reads in a round after a text of ``text`` tokens."""
+    """Returns the number of slots that a plan's attention reads in a round after a text of ``text``
+    tokens."""
     stop = min(text + manifest.max_tree_nodes + 1, manifest.gpu_slots)
     return next(slots for slots in attended_slots(manifest, graph) if slots >= stop)
 
@@ -134,9 +139,10 @@ def predict(
 
     Args:
         manifest: Its manifest.
-        hardware: The device, or each of the devices if the verify graph has several stages.
-        slots: Slots of the KV cache that the verify graph's attention reads.
-        draft_slots: Slots that the draft graph's attention reads. Default: ``slots``.
+        hardware: The device. If the verify graph has several stages, each stage runs on such a
+            device.
+        slots: Number of slots of the KV cache that the verify graph's attention reads.
+        draft_slots: Number of slots that the draft graph's attention reads. Default: ``slots``.
         ranks: Number of devices over which the torch engine splits the weights.
     """
     drafting = slots if draft_slots is None else draft_slots
@@ -168,8 +174,8 @@ def _seconds(
     counts: Sequence[int],
     ranks: int,
 ) -> list[float]:
-    """Seconds of a call for each number of nodes in ``counts``. Lists the weights only once,
-    because a graph with experts has many weights."""
+    """Seconds of a call for each number of nodes in ``counts``. This function lists the weights
+    only once, because a graph with experts has many weights."""
     seconds = [hardware.host + TELLING * (ranks > 1) for _ in counts]
     for graph in graphs:
         as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)
@@ -191,11 +197,11 @@ def _seconds(
 def _bytes_of_16_bits(
     manifest: Manifest, graph: GraphInfo, slots: int, ranks: int
 ) -> tuple[float, float]:
-    """Bytes of 16-bit weights that take the same time to read as the weights and the cache, in a
-    pass over one node and over many.
+    """Returns the bytes of 16-bit weights that would take the same time to read as the weights and
+    the cache. There are two results, for a pass over one node and for a pass over many.
 
     Kernels for quantized levels are slower than their bytes suggest. Float32 engines have no such
-    kernels on a GPU, so their bytes count.
+    kernels on a GPU, so only their bytes count.
     """
     few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
     if manifest.dtype == "float32":
@@ -213,8 +219,8 @@ def _bytes_of_16_bits(
 def sum_seconds(
     manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int
 ) -> float:
-    """Seconds of the sums over ranks in a pass, two per block. Each rank receives the partial sums
-    of all other ranks and adds them."""
+    """Returns the seconds of the sums over ranks in a pass. There are two sums per block. Each rank
+    receives the partial sums of all other ranks and adds them."""
     if ranks == 1:
         return 0.0
     received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8
@@ -227,13 +233,13 @@ def sum_seconds(
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
-    """Smallest number of bytes that a pass reads: the cache and the weights. The embedding table
-    counts only if it is the LM head.
+    """Returns the smallest number of bytes that a pass reads. It reads the cache and the weights.
+    The embedding table counts only if it is the LM head.
 
     Args:
         manifest: The engine directory's manifest.
         graph: The graph that runs.
-        slots: Slots of the KV cache that attention reads.
+        slots: Number of slots of the KV cache that attention reads.
         ranks: Number of ranks. The result is for each rank.
     """
     read_weights = _weights_read(manifest, graph)
@@ -248,7 +254,8 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
 
 
 def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> int:
-    """Number of operations of a node's products with weights, for each rank. Excludes attention."""
+    """Returns the number of operations of a node's products with weights, for each rank. Excludes
+    attention."""
     matrices = [weight for weight in _weights_read(manifest, graph) if len(weight.shape) == 2]
     return sum(2 * prod(weight.shape) // (ranks if is_split(weight) else 1) for weight in matrices)
 

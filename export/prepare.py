@@ -26,8 +26,8 @@ from eesd.runtime.engines.cpu_build import find_build
 from eesd.runtime.engines.operators import missing
 
 Options = Mapping[str, Any]
-"""Options of an export, by their names in :class:`~eesd.export.make.Choices`. None selects the
-default."""
+"""Options of an export, by their names in :class:`~eesd.export.make.Choices`. An option that is
+None selects the default."""
 
 
 def engine_directory(
@@ -39,9 +39,9 @@ def engine_directory(
     checkpoint, unless a whole engine directory exists. Other backends need a whole directory.
 
     Args:
-        model: Directory, GGUF file, Hugging Face id or short name.
+        model: A directory, a GGUF file, a Hugging Face id or a short name.
         options: Options of the export.
-        cache_dir: The cache directory; None for the user's.
+        cache_dir: The cache directory, or None for the user's cache directory.
         backend: The backend that will run the model.
 
     Raises:
@@ -77,7 +77,7 @@ def _run(command: list[str]) -> None:
         try:
             code = process.wait()
         except BaseException:
-            process.terminate()  # it then deletes its output
+            process.terminate()  # The process then deletes its output.
             raise
     if code:
         sys.exit(code if code > 0 else 128 - code)
@@ -100,7 +100,7 @@ def main(request: str) -> None:
 
 
 def _export(place: Path, model: str, options: Options, packed: bool) -> None:
-    kept = cache.discard(place) if place.exists() else ""  # a damaged or foreign directory
+    kept = cache.discard(place) if place.exists() else ""  # The directory is damaged or foreign.
     if kept:
         raise EESDError(f"{place} cannot be used, and is not replaced: {kept}; move it away.")
 
@@ -120,7 +120,7 @@ def _export(place: Path, model: str, options: Options, packed: bool) -> None:
 
 
 def _place(directory: Path, model: str, options: Options, packed: bool = False) -> Path:
-    """The path of the engine directory. A model or head given as an id is fetched."""
+    """The path of the engine directory. If a model or head is given as an id, it is fetched."""
     if packed:
         options = {**options, "packed": True}
     head = options["exit_head"]

@@ -1,8 +1,8 @@
-"""A check of an export, which takes seconds: a few layers and the head of the model run twice.
+"""Check an export within seconds. A few layers and the head of the model run twice.
 
-Their standard graphs run on ONNX Runtime's operators, and their build for the CPU on this project's
-operators, with float32 activations. Both read the checkpoint's weights through the code of the full
-export. So a fault in packing or in a graph shows as a difference of logits.
+Their standard graphs run on ONNX Runtime's operators, and their build for the CPU runs on this
+project's operators. Both use float32 activations. Both read the checkpoint's weights through the
+code of the full export. So a fault in packing or in a graph shows as a difference of the logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,28 +41,28 @@ LAYERS = 2
 COLUMNS = 2048
 SLOTS = 64
 NODES = 16
-"""Smallest number of layers, largest number of rows of vocabulary tables, slots, and maximum number
-of drafted nodes."""
+"""Sizes of the small model. They are the smallest number of layers, the largest number of rows of
+vocabulary tables, the number of slots, and the maximum number of drafted nodes."""
 TOKENS = 12
 DRAFTED = 3
-"""Number of tokens of the verify call, and of the draft call after it."""
+"""Number of tokens of the verify call, and number of tokens of the draft call after it."""
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
 SAFETY = 4
-"""Factor by which an error may exceed its estimate: only the average error grows as the square root
-of the number of terms."""
+"""Factor by which an error may exceed its estimate. It is needed because only the average error
+grows as the square root of the number of terms."""
 
 
 class QuickCheck:
-    """The small model, and a comparison of its two engines."""
+    """Holds the small model, and compares its two engines."""
 
     def __init__(self, checkpoint: Checkpoint, head: Head, options: ExportOptions) -> None:
         self._engines = _smaller(checkpoint, head, options)
 
     @property
     def memory(self) -> int:
-        """Bytes of memory for the check: the session's weights and their packed copies in
-        float32."""
+        """Number of bytes of memory for the check. They hold the session's weights and their packed
+        copies in float32."""
         wide = replace(self._engines.manifest, dtype="float32", quantization=UNQUANTIZED)
         return 2 * sum(weight_bytes(wide, graph) for graph in wide.graphs)
 
@@ -94,10 +94,11 @@ class QuickCheck:
 
 
 def _difference(found: Array, expected: Array) -> float:
-    """The median of the rows' largest differences of logits [n, V].
+    """Take the largest difference of logits [n, V] in each row, and return the median over the
+    rows.
 
     A fault in packing or in a graph changes every row. A single row may differ a lot without a
-    fault: rounding grows where a norm divides by a small number.
+    fault, because rounding errors grow where a norm divides by a small number.
     """
     return float(np.median(np.abs(found - expected).max(axis=1)))
 
@@ -123,7 +124,8 @@ def _tokens(manifest: Manifest) -> list[int]:
 def _logits(
     manifest: Manifest, engine_of: Callable[[Sequence[GraphInfo]], Engine]
 ) -> dict[str, Array]:
-    """The logits of the verify call, and of the draft call after it if the draft is compared."""
+    """Returns the logits of the verify call. If the draft is compared, the logits of the draft call
+    after it follow."""
     tokens = _tokens(manifest)
     found = dict[str, Array]()
     kv_cache = None
@@ -138,7 +140,7 @@ def _logits(
 
 
 class _Step(NamedTuple):
-    """A call: its graphs in order, its first token, and its end."""
+    """Describes a call by its graphs in order, its first token, and its end."""
 
     kind: str
     stages: Sequence[GraphInfo]
@@ -148,7 +150,8 @@ class _Step(NamedTuple):
 
 def _steps(manifest: Manifest) -> list[_Step]:
     steps = [_Step("verify", manifest.verify, 0, TOKENS)]
-    # A packed draft that reads half of each level is not compared: its logits differ by design.
+    # A packed draft that reads half of each level is not compared, because its logits differ by
+    # design.
     if manifest.exit_head.can_draft and not halved_weights(manifest):
         steps.append(_Step("draft", [manifest.draft], TOKENS, TOKENS + DRAFTED))
     return steps

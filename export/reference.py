@@ -1,4 +1,4 @@
-"""ONNX Runtime's operators as the reference: standard graphs on the CPU.
+"""Run standard graphs on the CPU with ONNX Runtime's operators, which serve as the reference.
 
 16-bit weights and caches are widened to float32.
 """
@@ -16,15 +16,15 @@ from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.export.widened import Widened, widen
 
 TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit. A different
-order of additions can cause such a difference."""
+"""Largest acceptable difference of a float32 logit. It is relative to the largest logit. A
+different order of additions can cause such a difference."""
 
 Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a graph's logits from the torch module's.
+    """Difference between the logits of a graph and those of the torch module.
 
     Attributes:
         largest: Largest absolute difference.
@@ -60,7 +60,7 @@ def run_chain(
 
 
 def empty_cache(manifest: Manifest, slots: int) -> Array:
-    """Keys and values of one cache [2, B, KV, S, D]."""
+    """The keys and values of one cache, with shape [2, B, KV, S, D]."""
     return np.zeros(
         (2, 1, manifest.geometry.num_kv_heads, slots, manifest.geometry.head_dim), np.float32
     )
@@ -107,7 +107,8 @@ def run_stages(
 def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a graph with ONNX Runtime on the CPU, widened to float32."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # no warnings about caches: a check needs their copies
+    # A check needs copies of the caches, so ONNX Runtime's warnings about them are hidden.
+    options.log_severity_level = 3
     # A check runs once, so dequantized and packed copies of all weights are not worth their memory.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
@@ -121,12 +122,14 @@ def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArra
 
 
 def rows_of_slots(cache: Array, first: int, stop: int) -> Array:
-    """The slots ``first`` to ``stop`` of keys or values [B, KV, S, D], one row for each slot."""
+    """Returns the slots ``first`` to ``stop`` of keys or values [B, KV, S, D], with one row for
+    each slot."""
     return cache[0, :, first:stop].swapaxes(0, 1).reshape(stop - first, -1)
 
 
 def least_cosine(a: Array, b: Array) -> float:
-    """The lowest cosine between corresponding rows of two matrices. Rows with NaN count as 0."""
+    """Returns the lowest cosine between corresponding rows of two matrices. Rows with NaN count as
+    0."""
     a = a.astype(np.float64)
     b = b.astype(np.float64)
     cosines = (a * b).sum(1) / np.maximum(

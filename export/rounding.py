@@ -1,9 +1,9 @@
-"""Rounding to 4 bits by each layer's inputs (``--round-on``): a text goes through the model, block
-by block.
+"""Round weights to 4 bits by each layer's inputs (``--round-on``). A text goes through the model,
+block by block.
 
-A block's inputs are the outputs of the previous blocks with rounded weights (``compensation.py``).
-One block is in memory at a time. Its levels stay in a file until the export is complete, because
-the verify graph, the draft graph and the checks read them in different orders.
+A block's inputs are the outputs of the previous blocks, whose weights are already rounded
+(``compensation.py``). One block is in memory at a time. Its levels stay in a file until the export
+is complete, because the verify graph, the draft graph and the checks read them in different orders.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,15 +52,15 @@ def rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> Iterator[Checkpoint]:
-    """The checkpoint, with 4-bit levels of its weights that were chosen for a text. The levels are
-    readable within the ``with`` block.
+    """Yields the checkpoint, in which 4-bit levels of its weights were chosen for a text. The
+    levels are readable within the ``with`` block.
 
     Args:
         text: The text file.
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
-        output: Output of the export. Until the block ends, the levels are stored next to it.
+        output: Output of the export. The levels are stored next to it until the block ends.
         say: Called with the number of each layer and the number of layers.
 
     Raises:
@@ -94,8 +94,8 @@ def rounded_on(
 def _to_round(
     checkpoint: Checkpoint, layers: int, options: ExportOptions, draft: bool
 ) -> dict[str, StoredWeight]:
-    """The weights of base layers that get 4 bits in the verify graph, or in the draft's copies, by
-    their names in the verify graph."""
+    """Returns the weights of base layers that get 4 bits in the verify graph or in the draft's
+    copies. Their names are those of the verify graph."""
     found = {}
     quantization = options.quantization
     for name, shape in layer_shapes(
@@ -117,8 +117,8 @@ def _to_round(
 
 
 def _rows(checkpoint: Checkpoint, text: str, path: Path) -> list[Tensor]:
-    """Token ids of parts spread over the text, [rows, tokens] each. Each row begins like a
-    prompt."""
+    """Returns token ids of parts that are spread over the text. Each has the shape [rows, tokens].
+    Each row begins like a prompt."""
     tokenizer = resolved_tokenizer(checkpoint.path).get("tokenizer.json")
     if tokenizer is None:
         raise EESDError(
@@ -184,7 +184,7 @@ class _Recording(TorchOperations):
     """Operations that record the inputs of some linear layers.
 
     Attributes:
-        sums: Sum of x x^T over the inputs x, by the names of the weights. The caller provides zero
+        sums: Sums of x x^T over the inputs x, by the names of the weights. The caller provides zero
             matrices; :meth:`linear` adds to them.
     """
 
@@ -199,7 +199,7 @@ class _Recording(TorchOperations):
 
 
 def _modules(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> nn.Module:
-    """Modules with weights of the checkpoint."""
+    """Modules that have weights of the checkpoint."""
     root = nn.Module()
     with torch.device("meta"):
         add_modules(root, shapes, checkpoint.geometry.wide_norms)
@@ -219,7 +219,8 @@ def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> l
 def _round_block(
     root: nn.Module, weights: dict[str, StoredWeight], factors: dict[str, Tensor]
 ) -> dict[str, Quantized]:
-    """Round the weights of a block, each in a thread. The modules then have the rounded values."""
+    """Round the weights of a block, each in a thread. Afterwards, the modules have the rounded
+    values."""
 
     @torch.no_grad()
     def levels(name: str) -> Quantized:

@@ -1,4 +1,4 @@
-"""The steps of an export: progress, and the time of each."""
+"""Show the steps of an export, with the progress and the time of each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,7 +7,8 @@ from time import perf_counter
 from eesd.common.terminal import SILENCE, Progress, calling, progress
 
 SECONDS = 2.0
-"""Seconds between two progress lines of a long step, if no bar can be shown."""
+"""Number of seconds between two progress lines of a long step. The lines are logged if no bar can
+be shown."""
 
 
 class Steps:
@@ -39,8 +40,8 @@ class Steps:
             self._log(step)
 
     def progress(self, text: str, size: int, total: int) -> None:
-        """The ``progress`` of :func:`~eesd.export.engine_dir.export`: a step begins, or bytes of a
-        weight were written."""
+        """This is the ``progress`` of :func:`~eesd.export.engine_dir.export`. It is called when a
+        step begins, or when bytes of a weight were written."""
         if not size:
             self.begin(text)
             return
@@ -61,7 +62,8 @@ class Steps:
         self._log(f"{step}: {share:.0%}, {left:.0f} s left")
 
     def seconds(self) -> str:
-        """The seconds of all steps together, and of each step that took at least a second."""
+        """Describes the seconds of all steps together, and of each step that took at least a
+        second."""
         names, times = zip(*self._began, ("", perf_counter()), strict=True)
         took = {
             name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)

@@ -1,4 +1,5 @@
-"""Values of an engine directory's tensors as NumPy arrays over mapped pages of its files."""
+"""Read the values of an engine directory's tensors. They are NumPy arrays over mapped pages of its
+files."""
 
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,16 @@ KINDS = {
 _AS_INTEGERS = {"float16": "uint16", "bfloat16": "uint16"} | dict.fromkeys(
     (FP8, FP4, "int4", "uint4"), "uint8"
 )
-"""NumPy types for element types that NumPy lacks. 4-bit types are read as bytes."""
+"""NumPy types that represent element types that NumPy lacks. 4-bit types are read as bytes."""
 _SMALL = {FP8: ml_dtypes.float8_e4m3fn, FP4: ml_dtypes.float4_e2m1fn}
 
 
 def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
-    """A stored tensor, and its element type. 16-bit values are returned as uint16, :data:`FP8`
-    values as uint8.
+    """Read a stored tensor and its element type. 16-bit values are returned as uint16, and
+    :data:`FP8` values are returned as uint8.
 
-    4-bit levels are widened: integers to int8, :data:`FP4` levels to their codes. (onnx's
-    reader refuses files with several hard links.)
+    4-bit levels are widened. Integers become int8, and :data:`FP4` levels become their codes. (This
+    function is needed because onnx's reader refuses files with several hard links.)
 
     Args:
         directory: Engine directory.

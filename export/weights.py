@@ -1,13 +1,13 @@
-"""Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the
-checkpoint's files.
+"""Store the weights of an engine directory. They are streamed into ``weights.bin``, or the
+checkpoint's files are hard-linked.
 
 Written tensors are cast, transposed and quantized one by one, so only one tensor is in memory.
 
-Linked tensors stay in the checkpoint's files. Only hard links to these work with every backend:
-ONNX Runtime and TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses
-symbolic links that lead out of the directory. A linked directory survives when the checkpoint is
-moved, deleted or downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was
-modified in place.
+Linked tensors stay in the checkpoint's files. Only hard links to these files work with every
+backend. ONNX Runtime and TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also
+refuses symbolic links that lead out of the directory. A linked directory survives when the
+checkpoint is moved, deleted or downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a
+file that was modified in place.
 """
 
 import errno
@@ -36,7 +36,8 @@ from eesd.model.quantized import Quantized, join_quantized
 from eesd.model.safetensors_file import CheckpointTensor
 
 ALIGNMENT = 4096
-"""Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""
+"""Alignment of tensors in ``weights.bin``. It is the page size, so that backends can map the
+tensors."""
 
 
 class TensorSource(Protocol):
@@ -48,7 +49,8 @@ class TensorSource(Protocol):
 
 
 class TensorLocation(NamedTuple):
-    """Location of a tensor: ``length`` bytes at ``offset`` of a file of the engine directory."""
+    """Location of a tensor. The tensor has ``length`` bytes at ``offset`` of a file of the engine
+    directory."""
 
     file: str
     offset: int
@@ -61,7 +63,7 @@ class WeightLayout:
 
     Attributes:
         weights: The weights to write, in order.
-        locations: Location of every stored tensor by name, linked tensors included.
+        locations: Location of every stored tensor by its name. Linked tensors are included.
         size: Size of ``weights.bin`` in bytes.
     """
 
@@ -85,7 +87,7 @@ def layout_weights(
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
             continue
-        # This is a separate file, which the runtime reads without the graph.
+        # The draft vocabulary is a separate file, which the runtime reads without the graph.
         if weight.name == EXIT_HEAD + DRAFT_VOCAB:
             locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
@@ -135,14 +137,14 @@ def write_weights(
                 hashed.write(data)
                 end = offset + length
                 progress(name, length)
-            del data  # before the next tensor is read
+            del data  # This frees it before the next tensor is read.
         file.flush()
         os.fsync(file.fileno())
         return hashed.info()
 
 
 class JointTensor:
-    """Several tensors of a checkpoint stacked into one, for a packed weight."""
+    """Several tensors of a checkpoint, which are stacked into one for a packed weight."""
 
     def __init__(self, parts: Sequence[TensorSource]) -> None:
         self.parts = parts
@@ -152,15 +154,15 @@ class JointTensor:
 
 
 def joined(parts: Sequence[TensorSource]) -> TensorSource:
-    """The source of a whole weight, from the sources of its parts."""
+    """Returns the source of a whole weight, given the sources of its parts."""
     return parts[0] if len(parts) == 1 else JointTensor(parts)
 
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
-    """The levels of a quantized weight: the checkpoint's own, if they fit.
+    """Returns the levels of a quantized weight. These are the checkpoint's own levels if they fit.
 
-    The parts of a packed weight are quantized one by one, or together if they share a factor. The
-    values are the same.
+    The parts of a packed weight are quantized one by one, or together if they share a factor. Both
+    ways give the same values.
     """
     assert weight.quantization is not None
     apart = isinstance(source, JointTensor) and not weight.quantization.factor
@@ -172,7 +174,8 @@ class RoundedTensor(ChangedTensor):
     """A tensor whose levels have already been chosen.
 
     Attributes:
-        chosen: Stored levels by quantization, set by :meth:`of`: weights, scales and other parts.
+        chosen: Stored levels by quantization. They are weights, scales and other parts, and are set
+            by :meth:`of`.
     """
 
     chosen: Mapping[Quantization, tuple["SavedArray | None", ...]] = {}
@@ -269,7 +272,7 @@ def _read(source: TensorSource, weight: StoredWeight) -> Array:
 
 
 def stored_floats(source: TensorSource, weight: StoredWeight, across: bool = False) -> Array:
-    """The values of an unquantized weight, rounded to the type in which it is stored.
+    """Returns the values of an unquantized weight, rounded to the type in which it is stored.
 
     Args:
         source: The tensor.
@@ -290,7 +293,7 @@ def stored_floats(source: TensorSource, weight: StoredWeight, across: bool = Fal
 
 
 def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
-    """The bytes of each stored tensor of a weight, by name."""
+    """Returns the bytes of each stored tensor of a weight, by its name."""
     if weight.quantization is not None:
         parts = zip(("", SCALES, ZEROS, MINIMUMS, FACTOR), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}

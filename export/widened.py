@@ -1,9 +1,9 @@
-"""Run 16-bit graphs in float32, for checks: on the CPU, ONNX Runtime's operators are fast only in
+"""Run 16-bit graphs in float32 for checks. On the CPU, ONNX Runtime's operators are fast only in
 float32.
 
 Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a
-float32 value, so nothing is rounded. Quantized levels, and rotary tables (which are float32 in
-every directory), are read from their files as usual.
+float32 value, so nothing is rounded. Quantized levels and rotary tables are read from their files
+as usual. (Rotary tables are float32 in every directory.)
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]
-"""Widened weights by name, as ONNX Runtime values, which graphs share. They must outlive the
-sessions, which read all weights that they have not packed."""
+"""Widened weights by name. They are ONNX Runtime values that several graphs share. They must
+outlive the sessions, because the sessions read all weights that they have not packed."""
 
 
 def reference(
     directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int
 ) -> OrtEngine:
-    """ONNX Runtime's operators on the CPU, with 16-bit weights widened in memory.
+    """Run ONNX Runtime's operators on the CPU, with 16-bit weights that are widened in memory.
 
     Args:
         directory: Engine directory.
@@ -78,7 +78,8 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         path: The graph.
         options: Options of its session. This function adds the widened weights, and the directory
             of the other weights.
-        widened: Weights of the directory that are already widened. Those of this graph are added.
+        widened: Weights of the directory that are already widened. This function adds the weights
+            of this graph.
         threads: Number of weights to widen at the same time.
 
     Returns:

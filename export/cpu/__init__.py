@@ -1,1 +1,1 @@
-"""Builds for the CPU: packed weights, and graphs of this project's operators."""
+"""Build for the CPU. A build has packed weights, and graphs of this project's operators."""

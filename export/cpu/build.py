@@ -1,4 +1,5 @@
-"""``eesd-build --target cpu``: pack weights, and write graphs of this project's operators."""
+"""Implements ``eesd-build --target cpu``, which packs weights, and writes graphs of this project's
+operators."""
 
 import json
 from collections.abc import Callable
@@ -28,8 +29,8 @@ ALIGNMENT = 4096
 
 
 def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> Path:
-    """Build an engine directory for the CPU. A complete build is kept; a new build replaces older
-    builds.
+    """Build an engine directory for the CPU. A complete build is kept, and a new build replaces
+    older builds.
 
     Args:
         directory: Engine directory.
@@ -56,7 +57,7 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
                     _write(directory, manifest, new)
-                for other in directory.glob("cpu-*"):  # builds from other graphs
+                for other in directory.glob("cpu-*"):  # The build was made from other graphs.
                     if other != place and is_build(other):
                         remove_directory(other, foreign_build)
     except OSError as error:

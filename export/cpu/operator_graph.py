@@ -1,11 +1,11 @@
-"""Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which
-read packed weights. Norms after attention and MLP, and other parts that only some families have,
-are standard nodes between them.
+"""Make graphs of this project's operators from a directory's manifest. They have five nodes per
+layer, which read packed weights. Norms after attention and MLP, and other parts that only some
+families have, are standard nodes between them.
 
 The graph on disk is standard ONNX, and needs some twenty-five nodes a layer. Its computation
-follows from the manifest (geometry, exit head, layers). So this graph is written from the manifest,
-not by matching nodes, because a match could miss something. The names and sizes of all weights are
-compared with those of the graph on disk.
+follows from the manifest (geometry, exit head, layers). So this graph is written from the manifest.
+It is not made by matching nodes, because a match could miss something. The names and sizes of all
+weights are compared with those of the graph on disk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +53,13 @@ from eesd.runtime.engines.cpu_cache import slots_of, states_at
 from eesd.runtime.engines.operators import DOMAIN
 
 GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
-"""The operators' numbers for the activations."""
+"""Number of each activation, as the operators define it."""
 GATE_UP = ".gate_up_proj."
-"""Part of the name of the weight that packs gate and up."""
+"""The part of a weight's name that marks gate and up as packed."""
 
 
 class Columns(NamedTuple):
-    """Columns of a linear weight: ``stop`` is None for all columns."""
+    """Columns of a linear weight. ``stop`` is None if all columns are used."""
 
     weight: str
     start: int = 0
@@ -67,7 +67,8 @@ class Columns(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A packed weight: its place in the file of packed weights, and the operators' parameters."""
+    """A packed weight. It has a place in the file of packed weights, and the operators'
+    parameters."""
 
     offset: int
     length: int
@@ -80,25 +81,27 @@ def make_graph(
     locate: Callable[[Columns], Located],
     small: Mapping[str, NDArray[Any]],
 ) -> bytes:
-    """The graph that replaces the one on disk, as the bytes of an ``onnx.ModelProto``.
+    """Returns the graph that replaces the one on disk, as the bytes of an ``onnx.ModelProto``.
 
     Its inputs are:
 
     * ``input_ids`` [T] int64, or ``hidden`` [T, H];
-    * ``tokens`` [T, 5] int64: for each token the address of its sequence's cache, its position, its
-      slot, its context (the number of first slots that it sees) and the length of its path;
-    * ``paths`` [T, P] int32: the slots that it sees after the context, in the order of positions;
-      the last is the token's own slot;
+    * ``tokens`` [T, 5] int64. The columns of a token are the address of its sequence's cache, its
+      position, its slot, its context (the number of first slots that it sees), and the length of
+      its path;
+    * ``paths`` [T, P] int32. A token's path has the slots that it sees after the context, in the
+      order of positions. The last slot is the token's own slot;
     * ``logit_rows`` [R] int64, if logits are computed.
 
-    Outputs are those of the graph on disk without the caches, for T tokens instead of B times n.
+    The outputs are those of the graph on disk, except the caches. They are for T tokens instead of
+    B times n tokens.
 
     Args:
         manifest: Manifest of the engine directory.
         graph: The graph on disk.
-        locate: Packs columns at their first use, and returns their place in the file of packed
-            weights.
-        small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
+        locate: A function that packs columns at their first use, and returns their place in the
+            file of packed weights.
+        small: Norms, biases and rotary tables (float32) and the draft vocabulary (int64), by name.
     """
     return _Builder(manifest, graph, locate, small).build()
 
@@ -228,7 +231,7 @@ class _Builder:
         residual: Sequence[str] = (),
         activation: str = "",
     ) -> str:
-        if norm is not None and norm.centred:  # product operators do not compute such norms
+        if norm is not None and norm.centred:  # The product operators do not compute such norms.
             x = self.norm(x, norm)
             norm = None
         parts = self._parts(layers)
@@ -262,7 +265,7 @@ class _Builder:
         return self._small(*self._bias_names(layers))
 
     def _bias_names(self, layers: Sequence[Linear]) -> list[str]:
-        """Names, in this graph, of the biases of the layers that form one product."""
+        """Returns the names, in this graph, of the biases of the layers that form one product."""
         names = [f"{layer.name}.bias" for layer in layers if layer.bias]
         packed = packed_name(names) if len(names) > 1 else ""
         return [packed] if packed in self._names else names
@@ -280,7 +283,8 @@ class _Builder:
         return self._small(f"{norm.name}.weight") if norm else self._small()
 
     def _residual(self, residual: Sequence[str], name: str) -> str:
-        """The sum of the residuals, computed beforehand, because a product adds only one tensor."""
+        """The sum of the residuals. It is computed beforehand, because a product adds only one
+        tensor."""
         if len(residual) > 1:
             return self._node("Add", residual, f"{name}.residual", domain="")
         return residual[0] if residual else self._small()
@@ -294,7 +298,7 @@ class _Builder:
         norm: Norm | None,
         residual: Sequence[str],
     ) -> str:
-        if norm is not None and norm.centred:  # the operator does not compute such norms
+        if norm is not None and norm.centred:  # The operator does not compute such norms.
             x = self.norm(x, norm)
             norm = None
         experts = block.geometry.experts
@@ -375,7 +379,7 @@ class _Builder:
         )
 
     def _tables(self, block: Block) -> list[str]:
-        """The rotary tables of a block; empty tables if nothing is rotated."""
+        """Returns the rotary tables of a block. The tables are empty if nothing is rotated."""
         if block.eagle is not None:
             return [self._small(table) for table in HEAD_TABLES]
         if block.kind == UNROTATED:
@@ -432,7 +436,7 @@ class _Builder:
     def _states(
         self, kind: str, inputs: Sequence[str], output: str, cache: int, size: int, **more: Any
     ) -> str:
-        """A node that writes or reads states of ``size`` values, in the caches from ``cache``
+        """Add a node that writes or reads states of ``size`` values, in the caches from ``cache``
         on."""
         geometry = self._geometry
         return self._node(
@@ -510,14 +514,14 @@ class _Builder:
 
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
         """The operators' parameters for these weights. The draft reads only the upper plane of
-        two-plane weights, unless ``whole``."""
+        two-plane weights, unless ``whole`` is true."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
         given = [self.locate(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]
 
     def _small(self, *names: str) -> str:
-        """The initializer of a norm, a table, or biases side by side; empty for names that the
-        graph lacks."""
+        """Returns the initializer of a norm, a table, or biases side by side. It is empty for names
+        that the graph lacks."""
         found = [name for name in names if self._find(name) is not None]
         name = "+".join(found) or "nothing"
         if name not in self.initializers:

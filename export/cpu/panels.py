@@ -1,7 +1,7 @@
 """Pack weights for the operators of this project, in panels of 16 columns
 (``runtime/operators/SPECIFICATION.md``).
 
-The library of operators packs them. Nothing is rounded: stored levels, scales and minimums are kept
+The library of operators packs them. Nothing is rounded. Stored levels, scales and minimums are kept
 in the fewest bits that hold them exactly.
 """
 
@@ -16,16 +16,16 @@ from eesd.common.machine import cores
 from eesd.runtime.engines.operators import library
 
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
-"""The operators' numbers for the formats. The last two have the same bytes, 8-bit levels in two
-4-bit planes; ``UPPER`` reads only the first plane."""
+"""Numbers of the formats, as the operators define them. The last two have the same bytes, which are
+8-bit levels in two 4-bit planes. ``UPPER`` reads only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
-"""Types of scales and minimums: float16, float32, or int8 times a float16 for 256 inputs, as in
-K-quants."""
+"""Types of scales and minimums. They are float16, float32, or int8 times a float16 for 256 inputs,
+as in K-quants."""
 _FLOATS = ("float32", "float16", "bfloat16")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _LEVELS = ("int8", "uint8")
 _STORED = (*_FLOATS, *_LEVELS, *_BLOCKS)
-"""Types of stored weights, in the library's numbering."""
+"""Types of stored weights, in the order of the library's numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Packed:
 
     Attributes:
         data: The bytes of the panels.
-        numbers: The operators' parameters: format, inputs, outputs, level of zero, whether each
-            scale is for 16 inputs, type of scales and minimums, whether there are minimums.
+        numbers: The operators' parameters. In order, they are the format, the inputs, the outputs,
+            the level of zero, whether each scale is for 16 inputs, the type of scales and minimums,
+            and whether there are minimums.
     """
 
     data: NDArray[np.uint8]
@@ -43,7 +44,7 @@ class Packed:
 
 
 class _Array(ctypes.Structure):
-    """The address of an array [inputs, outputs], and the bytes between neighbours."""
+    """The address of an array [inputs, outputs], and the number of bytes between neighbours."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -90,14 +91,14 @@ def pack_levels(
     minimums: NDArray[np.float32] | None = None,
     planes: bool = False,
 ) -> Packed:
-    """Pack levels in the narrowest format that holds them: column j of input i is
+    """Pack levels in the narrowest format that holds them. The value of input i in column j is
     ``scale * level + minimum``. Arrays may have any memory order.
 
     Args:
         levels: [inputs, outputs] int8 or uint8.
         scales: [inputs / block, outputs] float32.
-        minimums: [inputs / block, outputs] float32; None for zeros.
-        planes: Whether to put 8-bit levels into two planes, if possible.
+        minimums: [inputs / block, outputs] float32, or None if all minimums are zero.
+        planes: Whether to put 8-bit levels into two planes if this is possible.
 
     Raises:
         ValueError: The arrays do not fit each other, or a scale or minimum is not finite.
@@ -125,7 +126,7 @@ def pack_gguf(
     Args:
         blocks: Bytes of the tensor, in memory or mapped.
         kind: Type of the blocks, from ``Q4_0`` to ``Q6_K``.
-        shape: Outputs and inputs, as in the file.
+        shape: Numbers of outputs and inputs, as in the file.
         planes: As in :func:`pack_levels`.
 
     Raises:
@@ -145,7 +146,7 @@ def _array(array: NDArray[Any]) -> _Array:
 
 
 def _pack(source: _Source) -> Packed:
-    """Pack a weight; the caller must keep its arrays in memory."""
+    """Pack a weight. The caller must keep its arrays in memory."""
     numbers = (ctypes.c_int64 * 8)()
     threads = ctypes.c_int64(cores())
     _call("eesd_plan", ctypes.byref(source), threads, numbers)

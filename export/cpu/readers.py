@@ -56,7 +56,7 @@ class Reader(ABC):
         self.weights = weights
 
     def small(self) -> dict[str, NDArray[Any]]:
-        """All weights that are not matrices, and the rotary tables, in float32 or int64."""
+        """All weights that are not matrices, and the rotary tables. They are float32 or int64."""
         tables = (*ROTARY_TABLES, *HEAD_TABLES)
         return {
             name: self._small(name)
@@ -73,9 +73,9 @@ class Reader(ABC):
         """The stored arrays of some columns of a matrix.
 
         Returns:
-            Arrays [inputs, columns] or [inputs / block, columns] by suffix. Levels are int8 or
-            uint8, or float32 for FP8 and FP4. Scales and minimums are float32. 16-bit values may be
-            uint16.
+            Arrays [inputs, columns] or [inputs / block, columns], by their suffix. Levels are int8
+            or uint8, or float32 for FP8 and FP4. Scales and minimums are float32. 16-bit values may
+            be uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
@@ -101,7 +101,7 @@ class Reader(ABC):
             if not np.isfinite(scales).all():
                 raise ValueError(f"scales of {part.weight} are not finite")
             return pack_floats(values * np.repeat(scales, of.block, 0), FLOAT32)
-        if of.weights == FP4:  # twice these values are integers, which the operators need
+        if of.weights == FP4:  # Twice these values are integers, which the operators need.
             values = (values * 2).astype(np.int8)
             scales = scales / 2
         if ZEROS in parts:
@@ -217,8 +217,8 @@ class SourceReader(Reader):
 def _blocks(
     sources: Sequence[TensorSource], weight: StoredWeight
 ) -> tuple[str, NDArray[np.uint8]] | None:
-    """The type of the blocks of GGUF tensors, and their bytes [outputs, bytes], if the weight keeps
-    their levels."""
+    """Returns the type of the blocks of GGUF tensors, and their bytes [outputs, bytes], if the
+    weight keeps their levels."""
     of = weight.quantization
     found = [one.blocks(of) if isinstance(one, GgufTensor) and of else None for one in sources]
     kinds = {one[0] for one in found if one is not None}

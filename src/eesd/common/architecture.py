@@ -117,7 +117,7 @@ before this product."""
 SINKS = "self_attn.sinks"
 """Name, within a block, of the sinks of the attention heads. Its weight is [heads]."""
 TAPS = "conv.conv"
-"""Name, within a block, of the convolution. Its weight is [hidden, 1, taps]; the last tap is for
+"""Name, within a block, of the convolution. Its weight is [hidden, 1, taps]. The last tap is for
 the token itself."""
 DELTA_TAPS = "linear_attn.conv1d"
 DELTA_DECAY = "linear_attn.decay"
@@ -309,10 +309,11 @@ class Operations(Protocol[X]):
         residual: Sequence[X] = (),
         activation: str = "",
     ) -> X:
-        """The outputs of several linear layers with input x, side by side, plus ``residual``.
+        """Returns the outputs of several linear layers with input x, side by side, plus
+        ``residual``.
 
-        ``norm`` is applied to x first. With an ``activation``, the layers are gate and up of an
-        MLP, and the result is the activated gate times up.
+        ``norm`` is applied to x first. If there is an ``activation``, the layers are the gate and
+        the up projection of an MLP, and the result is the activated gate times up.
         """
         ...
 
@@ -342,8 +343,8 @@ class Operations(Protocol[X]):
         ...
 
     def by_heads(self, x: X, layers: Sequence[Linear], name: str) -> X:
-        """The outputs of a linear layer for each head, side by side. x has equal parts, the inputs
-        of the heads."""
+        """The outputs of a linear layer for each head, side by side. The inputs of the heads are
+        equal parts of x."""
         ...
 
     def attention(self, qkv: X, block: Block, name: str, attends: bool) -> X:
@@ -368,6 +369,8 @@ class Operations(Protocol[X]):
             x: Three parts (``a``, b and c) side by side. Each part has the hidden size.
             block: The block. The state of a token is ``a`` times c. It is written into the token's
                 slots of the block's caches.
+            name: Name of the result. The result is b times a weighted sum of the states of the
+                token and of the tokens before it. The weights depend on distance and column.
         """
         ...
 
@@ -380,7 +383,8 @@ class Operations(Protocol[X]):
                 and of the decay of each value head.
             block: The block. The tokens' states are written into the tokens' slots of the block's
                 caches.
-            name: Name of the result: the normalized outputs of all heads times their gates.
+            name: Name of the result. The result has the normalized outputs of all heads, multiplied
+                by their gates.
         """
         ...
 
@@ -453,7 +457,8 @@ class Model(NamedTuple):
 
     @property
     def state_width(self) -> int:
-        """Columns of a deep state: the keys and values of a token in one cache."""
+        """Number of columns of a deep state. It has the size of the keys and values of a token in
+        one cache."""
         return self.geometry.cache_columns
 
     @property

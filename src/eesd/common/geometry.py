@@ -295,7 +295,7 @@ class Geometry:
         full_heads: Number of KV heads and head size of full layers. If it is empty, these layers
             have ``num_kv_heads`` and ``head_dim``, which are always the sizes of the caches. A
             larger head takes the place of several cache heads.
-        sliding_heads: The same for sliding layers.
+        sliding_heads: Number of KV heads and head size of sliding layers, with the same rules.
         value_norm: Whether the values of each head are normalized, without weights.
         keys_as_values: Whether full layers have no value projection. Their values are then the keys
             before the norm.

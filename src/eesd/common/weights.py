@@ -68,8 +68,8 @@ class StoredWeight:
     """How an engine directory stores one weight.
 
     Attributes:
-        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the name in
-            the exit head.
+        name: Name in the graphs. It is the checkpoint's name, or ``exit_head.`` followed by the
+            name in the exit head.
         shape: Shape in the checkpoint. It is [out, in] for a linear layer.
         dtype: Element type of the weight, or of its scales unless the quantization specifies
             another. This is the directory's element type for most weights. It is float32 for rotary
