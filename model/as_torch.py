@@ -13,11 +13,12 @@ _BITS = {
     np.dtype(ml_dtypes.bfloat16): (np.uint16, torch.bfloat16),
     FLOAT8: (np.uint8, torch.float8_e4m3fn),
 }
-"""NumPy types that torch does not convert: integers with the same bits, and torch's type."""
+"""NumPy types that torch does not convert. Each has an integer type with the same bits, and the
+type in torch."""
 
 
 def as_torch(values: Array) -> Tensor:
-    """A tensor over the memory of an array."""
+    """Return a tensor over the memory of an array."""
     bits = _BITS.get(values.dtype)
     with warnings.catch_warnings():
         # torch warns that mapped pages of a file are read-only.

@@ -1,9 +1,11 @@
-"""Read GGUF files, the model files of llama.cpp: metadata, and tensors one by one.
+"""Read GGUF files, the model files of llama.cpp. The metadata are read first, and each tensor on
+demand.
 
 A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata
-follow, then a table of the tensors, then their data. All numbers are little-endian. A tensor of a
-quantized type consists of blocks of 32 or 256 consecutive inputs of one output. The ``gguf``
-library dequantizes them; their levels, scales and minimums can also be read without dequantizing.
+follow, then a table of the tensors, and then the data of the tensors. All numbers are
+little-endian. A tensor of a quantized type consists of blocks of 32 or 256 consecutive inputs of
+one output. The ``gguf`` library dequantizes them. Their levels, scales and minimums can also be
+read without dequantizing.
 
 The header is parsed here, because ``gguf.GGUFReader`` trusts the lengths in a damaged file
 (decision 0124).
@@ -99,8 +101,9 @@ def read_gguf(path: Path) -> GgufFile:
     headers of all files are read.
 
     Raises:
-        EESDError: The file has another format, byte order or version, or is truncated or damaged;
-            or it is not the first part, a part is missing, or parts do not fit each other.
+        EESDError: The file has another format, byte order or version, or is truncated or damaged.
+            It may also not be the first part of a model, or the other parts may be missing or not
+            fit it.
     """
     first = _read_header(path)
     count = first.metadata.get(_COUNT, 0)
@@ -127,7 +130,8 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(first: Path, number: int, count: int) -> GgufFile:
-    """Part ``number`` of a model, counted from 1, by the path of its first part."""
+    """Return the path of part ``number`` of a model (counted from 1), given the path of the first
+    part."""
     path = part_of(first, number, count)
     if not path.is_file():
         raise EESDError(
@@ -194,7 +198,7 @@ class _Header:
             raise self.damaged("a text in its header is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata."""
+        """Read a value of the metadata."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
@@ -211,8 +215,8 @@ class _Header:
         return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type and offset of a tensor. (In the file, a shape starts with the innermost
-        dimension.)"""
+        """Read the name, the shape, the type and the offset of a tensor. (In the file, a shape
+        starts with the innermost dimension.)"""
         name = self.text()
         shape = self._numbers("Q", self.number("I"))[::-1]
         number, offset = self.number("I"), self.number("Q")
@@ -224,7 +228,7 @@ class _Header:
     def tensor(
         self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int
     ) -> CheckpointTensor:
-        """A tensor of a file whose data begin at ``start``."""
+        """Return a tensor of a file whose data begin at ``start``."""
         nbytes = 0  # tensors of unknown types cannot be read
         if stored in _library().GGMLQuantizationType.__members__:
             values, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[stored]]
@@ -257,7 +261,8 @@ class GgufTensor:
 
     Args:
         stored: The stored tensor.
-        order: For each row, the index of the stored row; None for all rows in the stored order.
+        order: For each row, the index of the stored row. None stands for all rows in the stored
+            order.
 
     Attributes:
         name: Name in the file.
@@ -290,7 +295,7 @@ class GgufTensor:
         return "float32"
 
     def rows(self, start: int, stop: int) -> "GgufTensor":
-        """Some rows of a tensor in stored order, read from the same file."""
+        """Return some rows of a tensor in stored order. They are read from the same file."""
         assert self._order is None
         row = self.nbytes // max(self.shape[0], 1)
         offset = self._stored.offset + start * row
@@ -300,22 +305,23 @@ class GgufTensor:
         )
 
     def reordered(self, order: NDArray[np.int64]) -> "GgufTensor":
-        """Rows of the tensor, in this order."""
+        """Return the rows of the tensor in this order."""
         return GgufTensor(self._stored, order if self._order is None else self._order[order])
 
     def matrices_below_each_other(self) -> "GgufTensor":
-        """Several matrices [count, rows, columns], stacked to one tensor [count rows, columns]."""
+        """Return one tensor [count rows, columns] that stacks several matrices
+        [count, rows, columns]."""
         assert self._order is None
         return GgufTensor(replace(self._stored, shape=(prod(self.shape[:-1]), self.shape[-1])))
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization with the stored levels of a linear weight; None for a tensor of
+        """The quantization with the stored levels of a linear weight, or None for a tensor of
         floats."""
         return OWN_LEVELS.get(self._stored.stored)
 
     def read(self) -> Array:
-        """Read the tensor, in float32 if it is quantized.
+        """Read the tensor. A quantized tensor becomes float32.
 
         Raises:
             EESDError: The file is truncated, or a value is infinite or not a number.
@@ -323,19 +329,19 @@ class GgufTensor:
         return self._stored.checked(self._values(self._rows(self.shape[0])))
 
     def head(self) -> bytes:
-        """The first kilobyte of the read tensor, for the fingerprint: the same as for a safetensors
-        checkpoint with these values."""
+        """The first kilobyte of the read tensor, for the fingerprint. It is the same as for a
+        safetensors checkpoint with these values."""
         row = prod(self.shape[1:]) * NUMPY_TYPES[self.dtype].itemsize
         rows = self._rows(min(-(-FINGERPRINTED // row), self.shape[0]))
         return self._values(rows).tobytes()[:FINGERPRINTED]
 
     def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
-        """The stored levels, if the quantization equals the file's, or differs only in that its
-        levels have 8 bits.
+        """Return the stored levels if the quantization equals the file's, or differs only in that
+        its levels have 8 bits.
 
         Args:
             quantization: The wanted quantization.
-            is_transposed: Whether to return levels [in, out]. If not, [out, in], as for an
+            is_transposed: Whether to return levels [in, out]. If not, they are [out, in], as for an
                 embedding table.
 
         Raises:
@@ -346,8 +352,9 @@ class GgufTensor:
         return self._stored_levels(quantization.weights, is_transposed)
 
     def blocks(self, quantization: Quantization) -> tuple[str, NDArray[np.uint8]] | None:
-        """Type of the stored blocks, and bytes of all rows [rows, bytes]. None unless
-        :meth:`levels` would return the levels and the operator library packs such blocks."""
+        """Return the type of the stored blocks and the bytes of all rows [rows, bytes]. The result
+        is None unless :meth:`levels` would return the levels and the operator library packs such
+        blocks."""
         if not self._keeps(quantization) or self.quantization == MXFP4:
             return None
         return self._stored.stored, self._rows(self.shape[0])
@@ -359,7 +366,7 @@ class GgufTensor:
         return quantization in (own, replace(own, weights="int8"))
 
     def _stored_levels(self, kind: str, is_transposed: bool) -> Quantized:
-        """The stored levels as this element type, with scales and minimums."""
+        """Return the stored levels as this element type, with their scales and minimums."""
         rows = self._rows(self.shape[0])
         size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
@@ -380,7 +387,7 @@ class GgufTensor:
         return Quantized(pack(levels, BITS[kind]), scales, minimums=minimums)
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
-        """The bytes of the first rows, in order."""
+        """Return the bytes of the first rows, in order."""
         order = None if self._order is None else self._order[:count]
         last = count if order is None else int(order.max()) + 1
         size = self.nbytes // self._stored.shape[0]
@@ -401,8 +408,8 @@ class GgufTensor:
 def _unpack_blocks(
     kind: str, blocks: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
-    """Levels, scales and minimums of blocks [count, bytes] of a type, in order. ggml-common.h
-    defines the blocks."""
+    """Return the levels, scales and minimums of blocks [count, bytes] of a type, in order.
+    ggml-common.h defines the blocks."""
     if kind == "MXFP4":
         scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
         return _fields(blocks[:, 1:], 16, (0, 4), 4).view(np.int8), scales, None
@@ -467,8 +474,8 @@ _K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K":
 
 
 def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The 8 scales and minimums of each block of Q4_K or Q5_K. Each has 6 bits; the upper two bits
-    of the last four are stored separately."""
+    """Return the 8 scales and the 8 minimums of each block of Q4_K or Q5_K. Each has 6 bits. The
+    upper two bits of the last four are stored separately."""
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
@@ -479,15 +486,15 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
 
 
 def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
-    """The float16 value at an offset within each block [count, 1]."""
+    """Return the float16 value at an offset within each block [count, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(
     data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int
 ) -> NDArray[np.uint8]:
-    """Bit fields of bytes [count, bytes]: for each group of bytes, all fields at the first shift,
-    then all fields at the second."""
+    """Return bit fields of bytes [count, bytes]. For each group of bytes, all fields at the first
+    shift come first, then all fields at the second shift."""
     shift = np.array(shifts, np.uint8)[:, None]
     fields = (data.reshape(len(data), -1, 1, group) >> shift) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)

@@ -1,5 +1,5 @@
-"""Present the model in a GGUF file as a Hugging Face checkpoint: fields of ``config.json``, and
-tensors by name.
+"""Present the model in a GGUF file as a Hugging Face checkpoint, with the fields of ``config.json``
+and tensors by name.
 
 Every key of the architecture is applied, has no effect, or is refused by name. If llama.cpp
 uses a value that transformers ignores, such as the scaling of rotary frequencies, this module
@@ -34,13 +34,13 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
-"""Keys that do not change the results of a decoder. The embedding table determines the size of the
-vocabulary."""
+"""Keys that do not change the results of a decoder. The size of the vocabulary is that of the
+embedding table."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a divisor for each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
-"""Original positions of all published models with llama3 scaling. Its other values follow from the
-divisors."""
+"""The original number of positions of all published models with llama3 scaling. The other values of
+the scaling follow from the divisors."""
 _TENSORS = {"token_embd": EMBEDDINGS, "output_norm": FINAL_NORM, "output": LM_HEAD}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -58,7 +58,7 @@ _BLOCK = {
 
 
 def config_fields(file: GgufFile) -> dict[str, Any]:
-    """The fields of ``config.json`` for a GGUF file.
+    """Return the fields of ``config.json`` for a GGUF file.
 
     Raises:
         EESDError: The architecture or one of its options is not supported, or a key is missing.
@@ -112,8 +112,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(general: Fields) -> tuple[Family, Gguf]:
-    """The family by ``general.architecture``. If several families share it, the family whose key is
-    in the file, or the family without a key."""
+    """Return the family that ``general.architecture`` names. If several families share the name, it
+    is the family whose key is in the file, or else the family without a key."""
     name = general.take("general.architecture")
     known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
     found = [(family, one) for family, one in known if one.architecture == name]
@@ -129,8 +129,8 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
 
 
 def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
-    """Number of KV heads. If ``by_layer``, a file may list the number for each layer, with 0 for
-    layers without attention."""
+    """Return the number of KV heads. If ``by_layer``, a file may list the number for each layer,
+    with 0 for layers without attention."""
     name = "attention.head_count_kv"
     given = own.take(name, raw["num_attention_heads"])
     if by_layer and isinstance(given, list):
@@ -164,7 +164,7 @@ def _special_tokens(general: Fields) -> dict[str, Any]:
 
 
 def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:
-    """``head_dim`` and, if only a part of a head can be rotated, its share."""
+    """Return ``head_dim``. If only a part of a head can be rotated, also return its share."""
     given, of_values, rotated = (
         own.integer(name, None, optional=True)
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -189,7 +189,7 @@ def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str
 
 
 def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling``. llama.cpp treats a factor without a type as linear scaling."""
+    """Return ``rope_scaling``. llama.cpp treats a factor without a type as linear scaling."""
     kind = own.text("rope.scaling.type") or "linear"
     factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0)) or 1.0
     factors = file.tensors.get(_ROPE_FACTORS)
@@ -220,7 +220,7 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
 
 
 def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The llama3 scaling with these divisors of the rotary frequencies."""
+    """Return the llama3 scaling with these divisors of the rotary frequencies."""
     if divisors.shape != (head_dim // 2,):
         raise ValueError(
             f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}"
@@ -247,8 +247,8 @@ def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[
 def model_tensors(
     file: GgufFile, config: Mapping[str, Any]
 ) -> dict[str, CheckpointTensor | GgufTensor]:
-    """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such
-    a name keeps its name in the file.
+    """Return the tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor
+    without such a name keeps its name in the file.
 
     Args:
         file: The file.

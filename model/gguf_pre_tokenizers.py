@@ -1,5 +1,5 @@
-"""llama.cpp's rules for cutting a text before tokens are merged, by the name of the rule in a GGUF
-file (``tokenizer.ggml.pre``).
+"""llama.cpp's rules for cutting a text before tokens are merged. A GGUF file names its rule in
+``tokenizer.ggml.pre``.
 
 A file holds only the name. llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
 are part of the format. Expressions have Oniguruma's syntax. ``lab/gguf_tokenizers`` compares
@@ -127,11 +127,11 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
-"""Rules by ``tokenizer.ggml.pre``. A rule is a sequence of expressions, each of which cuts the
-pieces of the previous one.
+"""Rules by ``tokenizer.ggml.pre``. A rule is a sequence of expressions. Each expression cuts the
+pieces that the previous expression made.
 
 llama.cpp's other rules are for architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
-"""Rules that keep a piece whole, without merges, if it is a token."""
+"""If a piece is a token, these rules keep it whole, without merges."""
 BEGINS = {*_LLAMA3_NAMES, "tekken"}
 """Rules that begin a text with the BOS token, unless the file overrides it."""

@@ -45,7 +45,8 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
         file: The file, with ``tokenizer.ggml.tokens``.
 
     Returns:
-        The tokenizer, and the special tokens by their names in ``tokenizer_config.json``.
+        The tokenizer, and the special tokens by the names that they have in
+        ``tokenizer_config.json``.
 
     Raises:
         EESDError: The kind of tokenizer or its rule is unknown, or the metadata are damaged.
@@ -110,7 +111,8 @@ def _special(fields: Fields, tokens: Sequence[str], defaults: dict[str, int]) ->
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
-    """Byte-level BPE: merges within pieces of the text, whose bytes are spelled as characters."""
+    """Make a tokenizer of byte-level BPE. The bytes of the text are spelled as characters, and
+    tokens are merged within pieces of the text."""
     name = fields.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
@@ -139,7 +141,8 @@ def _sentencepiece(
     special: dict[str, str],
     added: Sequence[AddedToken],
 ) -> Tokenizer:
-    """SentencePiece BPE: neighbours that form the token with the best score are merged first."""
+    """Make a tokenizer of SentencePiece BPE. The neighbours that form the token with the best score
+    are merged first."""
     scores = values(fields, "scores", float, int)
     if len(scores) < len(vocabulary):
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
@@ -166,8 +169,8 @@ def _sentencepiece(
 
 
 def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
-    """Tokens that are found in a text before it is cut: control and user-defined tokens. Only
-    control tokens are special, and hidden in output."""
+    """Return the control tokens and the user-defined tokens, which are found in a text before it is
+    cut. Only control tokens are special, that is, hidden in output."""
     types = token_types(fields, tokens)
     ends = end_tokens(fields)
     model = (fields.text("general.name") or "").lower()

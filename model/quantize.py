@@ -1,23 +1,24 @@
-"""Weight-only quantization of linear layers: the 32 weights of a block share a scale and, for
+"""Weight-only quantization of linear layers. The 32 weights of a block share a scale and, for
 uint4, a minimum.
 
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
-* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
-  With 16-bit scales, all blocks of an output have the scale of its largest weight: only then does
-  TensorRT-RTX multiply by int8 weights directly.
-* ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
+* ``int8`` has the levels -127 .. 127. The scale maps the block's largest weight to the end of the
+  range. With 16-bit scales, all blocks of an output have the scale of its largest weight, because
+  only then does TensorRT-RTX multiply by int8 weights directly.
+* ``uint4`` has the levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
-* ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. A search finds the scale.
-* ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have
-  the scale of its largest weight.
-* ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16
-  (NVFP4). A block's scale is an 8-bit number times a factor of the whole weight. It maps the
-  block's largest weight to 6 or to 4, whichever has the smaller squared error.
+* ``int4`` has the levels -8 .. 7 without minimums. It is for TensorRT, which does not support
+  minimums. A search finds the scale.
+* The levels of ``float8e4m3fn`` are floating-point numbers from -448 to 448. All blocks of an
+  output have the scale of its largest weight.
+* The levels of ``float4e2m1`` (NVFP4) are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Its
+  blocks have 16 weights. A block's scale is an 8-bit number times a factor of the whole weight. It
+  maps the block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
 With four bits, clipping the largest weights of a block can be better than coarse levels for all
-weights. That is why scales are searched: each candidate is rounded, and then gets the scale and the
-minimum that fit its levels best, in closed form.
+weights. That is why scales are searched. The levels of each candidate are rounded, and the scale
+and the minimum that fit them best are then computed in closed form.
 
 The order of additions depends neither on the number of weights nor on the processor, so levels are
 the same everywhere.
@@ -48,29 +49,30 @@ _CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 _REFITS = 2
 """Number of times that the best candidate for uint4 is fitted to its levels again."""
 LARGEST = 65504.0
-"""Largest absolute weight for uint4: the largest float16, the type of the minimum."""
+"""Largest absolute weight for uint4. It is the largest float16 number, because minimums are
+float16."""
 _STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
 """Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8
 steps."""
 _NEARBY = (0.96, 1.04)
-"""Factors of the best scale, tried at the end."""
+"""Factors of the best scale. They are tried at the end of the search."""
 _FP8_LARGEST = 448.0
 _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
-"""Candidate levels for a block's largest weight: the gap between levels 4 and 6 hurts some
-blocks."""
+"""Candidate levels for a block's largest weight. There are two, because the gap between the levels
+4 and 6 hurts some blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
-"""Bounds between neighbouring levels: a magnitude belongs to the nearest level."""
+"""Bounds between neighbouring levels. A magnitude belongs to the nearest level."""
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}
 """Smallest and largest levels."""
 TINY = np.float32(1e-30)
-"""Smallest divisor, for blocks of zeros."""
+"""Smallest divisor. Without it, a block of zeros would divide by 0."""
 _PIECE = 1 << 16
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's
 cache."""
 _INPUTS = 128
-"""Number of inputs in a piece. If it is smaller, reading is slow, because the inputs of an output
-are consecutive; if it is larger, some threads have no work."""
+"""Number of inputs in a piece. With a smaller number, reading is slow, because the inputs of an
+output are consecutive. With a larger number, some threads have no work."""
 
 
 class Blocks(NamedTuple):
@@ -91,10 +93,11 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
     """Quantize a weight piece by piece, so that only the arguments and the results are large.
 
     Args:
-        weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be
-            beyond :data:`LARGEST`.
+        weight: Weight [out, in]. The number of inputs must be a multiple of the block size. For
+            uint4, no value may be beyond :data:`LARGEST`.
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
-        dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
+        dtype: Element type of the scales, or of their factor. The scales of uint4 are always
+            float16.
     """
     outputs, inputs = weight.shape
     block = NVFP4.block if kind == FP4 else BLOCK
@@ -151,8 +154,9 @@ def quantize_blocks(
         blocks: The weights.
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales.
-        largest: Each output's largest absolute weight [out], if its blocks share a scale.
-        factor: The factor of all scales of FP4, [].
+        largest: The largest absolute weight of each output [out], if all blocks of an output share
+            a scale.
+        factor: The factor of all scales of FP4 (a scalar array).
     """
     if kind == "uint4":
         return _MinimumSearch(blocks).run()
@@ -178,19 +182,19 @@ def quantize_blocks(
 
 
 def _float8(values: Floats) -> NDArray[np.uint8]:
-    """The bits of the nearest FP8 numbers, for values from -448 to 448. The results equal those of
-    ml_dtypes, in a fraction of the time.
+    """Return the bits of the nearest FP8 numbers for values from -448 to 448. The results equal
+    those of ml_dtypes, but take a fraction of the time.
 
-    From 2 ** -6 on, whose bits are 8, the bits of an FP8 number are the upper bits of a float32
-    minus a constant, because the offsets of the exponents differ. Below that, the bits count units
-    of 2 ** -9.
+    The bits of an FP8 number of at least 2 ** -6 (whose bits are 8) are the upper bits of a float32
+    minus a constant, because the offsets of the exponents differ. The bits of a smaller number
+    count units of 2 ** -9.
     """
     sizes = np.abs(values)
     bits = sizes.view(np.int32)
     large = np.right_shift(bits, 20)
     large &= 1
-    # With these bits added, cutting off the lower bits rounds to the nearest number, and ties to
-    # even.
+    # After these bits are added, cutting off the lower bits rounds to the nearest number, and ties
+    # to even.
     large += (1 << 19) - 1
     large += bits
     large >>= 20
@@ -204,7 +208,7 @@ def _float8(values: Floats) -> NDArray[np.uint8]:
 
 
 def _largest(weight: Array) -> Floats:
-    """The largest absolute weight of each output [out]."""
+    """Return the largest absolute weight of each output [out]."""
     found = np.empty(len(weight), np.float32)
     step = max(1, _PIECE // weight.shape[1])
 
@@ -216,8 +220,8 @@ def _largest(weight: Array) -> Floats:
 
 
 def _common_factor(largest: Floats, dtype: str) -> Array:
-    """The factor of all scales of an NVFP4 weight: the smallest power of two, in ``dtype``, for
-    which no scale is too large."""
+    """Return the factor of all scales of an NVFP4 weight. It is the smallest power of two (in
+    ``dtype``) for which no scale is too large."""
     mantissa, exponent = np.frexp(
         max(float(largest.max()) / (_FP4_ENDS[-1] * _FP8_LARGEST), _LEAST_FACTOR)
     )
@@ -225,8 +229,8 @@ def _common_factor(largest: Floats, dtype: str) -> Array:
 
 
 def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
-    """Blocks [count, 16, out] as NVFP4. In each block, the largest weight gets the better of its
-    two candidate levels."""
+    """Quantize blocks [count, 16, out] to NVFP4. In each block, the largest weight gets the better
+    of its two candidate levels."""
     sizes = np.abs(blocks)
     work = np.empty_like(blocks)
     largest = sizes.max(1)
@@ -247,8 +251,8 @@ def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
 
 
 def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8]:
-    """The nearest levels of FP4 for absolute weights [count, 16, out]; ties go to the lower level.
-    Overwrites ``work``."""
+    """Return the nearest levels of FP4 for absolute weights [count, 16, out]. Ties go to the lower
+    level. Overwrites ``work``."""
     np.divide(sizes, np.maximum(scales, TINY)[:, None], out=work)
     found = np.zeros(work.shape, np.uint8)
     above = np.empty(work.shape, bool)
@@ -258,8 +262,8 @@ def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8
 
 
 def _sums(values: Floats, work: Floats) -> Floats:
-    """The sums [count, out] of blocks [count, block, out], by adding halves until one row is left.
-    Overwrites ``work``."""
+    """Return the sums [count, out] of blocks [count, block, out]. Halves are added until one row is
+    left. Overwrites ``work``."""
     half = values.shape[1] // 2
     rest = np.add(values[:, :half], values[:, half:], out=work[:, :half])
     while half > 1:
@@ -269,8 +273,8 @@ def _sums(values: Floats, work: Floats) -> Floats:
 
 
 class _ScaleSearch:
-    """Search of the scales with the smallest squared error for blocks [count, 32, out], with the
-    levels -8 .. 7.
+    """A search for the scales with the smallest squared error. The blocks are [count, 32, out], and
+    the levels are -8 .. 7.
 
     For given levels, the best scale is sum(w l) / sum(l l). Compared with zero levels, this scale
     lowers the squared error by sum(w l)^2 / sum(l l). Candidates are compared by this gain.
@@ -284,7 +288,7 @@ class _ScaleSearch:
         self._gain = np.full_like(self._scale, -1)
 
     def run(self) -> Floats:
-        """The scales [count, out]."""
+        """Return the scales [count, out]."""
         largest = np.abs(self._blocks, out=self._products).max(1)
         for step in _STEPS:
             self._try(largest * (step / 8))
@@ -300,7 +304,7 @@ class _ScaleSearch:
         self._gain = np.maximum(gain, self._gain)
 
     def _fit(self, scale: Floats) -> tuple[Floats, Floats]:
-        """The best scale for the levels that ``scale`` gives, and its gain."""
+        """Return the best scale for the levels that ``scale`` gives, and the gain of that scale."""
         levels = self._levels
         products = self._products
         np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
@@ -312,11 +316,13 @@ class _ScaleSearch:
 
 
 class _MinimumSearch:
-    """Search of scales and minimums for blocks [count, 32, out] as uint4, with the levels 0 .. 15.
+    """A search for the scales and minimums of uint4. The blocks are [count, 32, out], and the
+    levels are 0 .. 15.
 
-    Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
-    error of the stored values. The first candidate maps the block's smallest and largest weights to
-    the levels 0 and 15, so weights that have already been quantized this way get the same levels.
+    Every candidate is rounded to float16 before its levels are chosen. Candidates are compared by
+    the squared error of the stored values. The first candidate maps the block's smallest and
+    largest weights to the levels 0 and 15, so weights that have already been quantized this way get
+    the same levels.
     """
 
     def __init__(self, blocks: Floats) -> None:
@@ -328,7 +334,7 @@ class _MinimumSearch:
         self._error = np.full_like(self._mean, np.inf)
 
     def run(self) -> Blocks:
-        """The best levels, scales and minimums."""
+        """Return the best levels, scales and minimums."""
         low = self._blocks.min(1)
         high = self._blocks.max(1)
         self._try((high - low) / 15, low)
@@ -368,8 +374,8 @@ class _MinimumSearch:
         return scale, minimum
 
     def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-        """The scales and minimums with the smallest squared error, for the levels chosen from the
-        given scales and minimums."""
+        """Return the scales and minimums with the smallest squared error for the levels that the
+        given scales and minimums lead to."""
         scale, _ = self._choose_levels(scale, minimum)
         count = self._blocks.shape[1]
         levels = self._levels

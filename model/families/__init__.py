@@ -1,4 +1,4 @@
-"""The supported families, one file each, with the differences of its models from Llama."""
+"""The supported families. Each file describes how the models of a family differ from Llama."""
 
 from eesd.model.families.apertus import APERTUS
 from eesd.model.families.arcee import ARCEE

@@ -1,5 +1,5 @@
-"""Apertus: norms of queries and keys, and an MLP without a gate, whose activation xielu has two
-parameters in each block."""
+"""Apertus has norms of queries and keys, and an MLP without a gate. The activation of the MLP is
+xielu, which has two parameters in each block."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -59,7 +59,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _stored_in_metadata(fields: Fields, layers: int) -> dict[str, Array]:
-    """xielu's factors in a GGUF file, whose metadata has its numbers for each layer."""
+    """Return xielu's factors in a GGUF file. The metadata has the numbers of each layer."""
     given = fields.take(GGUF_NUMBERS, None)
     if given is None:
         return {}
@@ -104,7 +104,8 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
 
 
 def _factors(below: StoredTensor, above: Array) -> Array:
-    """The factors above and below 0. The stored numbers are roughly their logarithms."""
+    """Return the factors above and below 0. The stored numbers are roughly the logarithms of the
+    factors."""
     stored = np.concatenate([above.reshape(-1), to_float32(below.read()).reshape(-1)])
     factors: Array = np.logaddexp(0, stored) + np.array([0, XIELU_SLOPE])
     return factors.astype(np.float32)

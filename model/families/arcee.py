@@ -1,4 +1,4 @@
-"""Arcee: Llama with an MLP without a gate, which squares positive values."""
+"""Arcee is Llama with an MLP without a gate. The MLP squares positive values."""
 
 from eesd.model.families.llama import take_llama
 from eesd.model.family import Family, Gguf, Own, Sizes

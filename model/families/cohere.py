@@ -1,6 +1,6 @@
-"""Cohere and Cohere 2: LayerNorms without biases, and attention and MLP side by side. The rotary
-embedding pairs neighbouring values. Cohere 2 has a window in most layers; its other layers have no
-rotary embedding."""
+"""Cohere and Cohere 2 have LayerNorms without biases, and parallel attention and MLP. The
+rotary embedding pairs neighbouring values. Cohere 2 has a window in most layers; its other layers
+have no rotary embedding."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,8 +32,8 @@ NO_EFFECT = (
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
-    """The parts of the geometry that both families share. The final norm includes the factor of the
-    logits."""
+    """Return the parts of the geometry that both families share. The final norm includes the factor
+    of the logits."""
     if fields.take("use_qk_norm", None):
         raise ValueError("use_qk_norm is not supported; its norms differ between heads")
     fields.taken |= {*NO_EFFECT}

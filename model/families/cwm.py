@@ -1,4 +1,4 @@
-"""Code World Model: Llama 3 with a window in three of four layers."""
+"""Code World Model is Llama 3 with a window in three of four layers."""
 
 from eesd.model.family import (
     LAYER_TYPES,

@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM and MiniCPM3: latent attention.
+"""DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM and MiniCPM3 have latent attention.
 
-A head's rows of ``kv_b_proj`` are split into the part for its key, which is transposed because it
-multiplies queries, and the part for its value.
+The rows of a head in ``kv_b_proj`` are split into a part for the key and a part for the value. The
+part for the key is transposed, because it multiplies queries.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ from eesd.model.family import (
 from eesd.model.fields import Fields
 
 HEAD = "qk_rope_head_dim"
-"""The field with the number of values of a head that are rotated."""
+"""The field with the number of rotated values of a head."""
 NO_EFFECT = (
     *("aux_loss_alpha", "ep_size", "moe_layer_freq", "num_mtp_layers", "num_nextn_predict_layers"),
     *("qk_head_dim", "router_aux_loss_coef", "output_router_logits", "scoring_func", "seq_aux"),
@@ -64,7 +64,8 @@ GLM_EXPERTS = EXPERTS | {
 
 
 def take_latent(fields: Fields, default: Latent) -> dict[str, Any]:
-    """Parts of the geometry for latent attention. ``default`` has the defaults of its sizes."""
+    """Return the parts of the geometry for latent attention. ``default`` has the defaults of its
+    sizes."""
     heads = fields.integer("num_attention_heads")
     if (fields.raw.get("num_key_value_heads") or heads) != heads:
         raise ValueError("num_key_value_heads must equal num_attention_heads in latent attention")
@@ -87,7 +88,8 @@ def take_latent(fields: Fields, default: Latent) -> dict[str, Any]:
 
 
 def _sharpened(fields: Fields) -> float:
-    """The factor of scores for long texts: the square of yarn's factor for ``mscale_all_dim``."""
+    """Return the factor of scores for long texts. It is the square of yarn's factor for
+    ``mscale_all_dim``."""
     given = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
     rope = Fields(given)
     kind = rope.take("rope_type", rope.take("type", "default"))
@@ -110,7 +112,7 @@ def _own_v3(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _own_v2(fields: Fields, sizes: Sizes) -> Own:
-    """Shares are never divided by their sum, whatever ``norm_topk_prob`` is."""
+    """Shares are never divided by their sum, even if ``norm_topk_prob`` is true."""
     parts = take_latent(fields, LATENT) | {"mlp_bias": fields.flag("mlp_bias")}
     if fields.raw.get("norm_topk_prob") is False:
         fields.taken.add("norm_topk_prob")
@@ -163,7 +165,8 @@ def _own_minicpm3(fields: Fields, sizes: Sizes) -> Own:
 
 
 def latent_tensors(tensors: Tensors, geometry: Geometry, interleaved: bool = True) -> Tensors:
-    """The tensors with the decoder's names, and with the rows of queries and keys in its order."""
+    """Return the tensors with the decoder's names. The rows of queries and keys are in the
+    decoder's order."""
     latent = geometry.latent
     assert latent is not None
     turned = np.arange(latent.rotary)
@@ -191,13 +194,13 @@ def latent_tensors(tensors: Tensors, geometry: Geometry, interleaved: bool = Tru
 
 
 def _in_order(tensor: StoredTensor, order: NDArray[np.int64]) -> StoredTensor:
-    """The rows in this order; a tensor of another size is refused later."""
+    """Return the rows in this order. A tensor of another size is refused later."""
     fits = tensor.shape[:1] == (len(order),)
     return reordered(tensor, order) if fits else tensor
 
 
 def _by_heads(prefix: str, tensor: StoredTensor, heads: int, latent: Latent) -> Tensors:
-    """The weights of each head from ``kv_b_proj``."""
+    """Return the weights of each head from ``kv_b_proj``."""
     rows = latent.plain + latent.value
     if tensor.shape != (heads * rows, latent.rank):
         return {f"{prefix}kv_b_proj.weight": tensor}  # the heads' weights are reported missing

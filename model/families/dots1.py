@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3 with experts that are chosen as in DeepSeek-V3."""
+"""dots.llm1 is Qwen3 with experts that are chosen as in DeepSeek-V3."""
 
 from eesd.model.experts import scored_experts, scored_tensors
 from eesd.model.family import (

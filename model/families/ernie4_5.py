@@ -1,5 +1,5 @@
-"""ERNIE 4.5: the rotary embedding pairs neighbouring values of a head. One field switches all
-biases on or off. Mixtures have biases by which experts are chosen."""
+"""The rotary embedding of ERNIE 4.5 pairs neighbouring values of a head. One field switches all
+biases on or off. In mixtures, biases take part in the choice of experts."""
 
 from dataclasses import replace
 
@@ -33,7 +33,8 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
         raise ValueError("use_bias is not supported in a mixture; it must be false")
     if not fields.number("moe_norm_min", 1e-12) <= 1e-9:
         raise ValueError("moe_norm_min must be at most 1e-9, as in all published models")
-    # Names of published configs without effect; vision experts are other models' (ernie4_5_vl_moe).
+    # Fields of published configs that have no effect here. Vision experts belong to other models
+    # (ernie4_5_vl_moe).
     fields.taken |= {"moe_capacity", "moe_gate", "moe_gate_act", "moe_use_aux_free"}
     names = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     given = {old: fields.take(new) for old, new in names.items() if new in fields.raw}

@@ -1,6 +1,6 @@
-"""EXAONE 4: norms after attention and MLP, and of queries and keys. If some layers have a window,
-the other layers have no rotary embedding. K-EXAONE: norms before attention and MLP, and experts
-that are chosen as in DeepSeek-V3."""
+"""EXAONE 4 has norms after attention and MLP, and norms of queries and keys. If some layers have a
+window, the other layers have no rotary embedding. K-EXAONE has norms before attention and MLP, and
+experts that are chosen as in DeepSeek-V3."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gemma: norms with weights stored minus 1, GeGLU, and scaled embeddings."""
+"""Gemma has GeGLU, scaled embeddings, and norms whose stored weights are smaller by 1."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from eesd.model.fields import Fields
 
 
 def take_gemma(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    """The parts of the geometry that all versions of Gemma share."""
+    """Return the parts of the geometry that all versions of Gemma share."""
     if fields.take("use_bidirectional_attention", None):
         raise ValueError(
             "use_bidirectional_attention is not supported; a token must see only those before it"
@@ -34,7 +34,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def whole_norms(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors, with 1 added to the weights of norms."""
+    """Return the tensors, with 1 added to the weights of norms."""
     return {
         name: ChangedTensor(tensor, _plus_one) if name.endswith("norm.weight") else tensor
         for name, tensor in tensors.items()

@@ -1,4 +1,5 @@
-"""Gemma 2: Gemma with norms after attention and MLP, caps, and a window in every other layer."""
+"""Gemma 2 is Gemma with norms after attention and MLP, with caps, and with a window in every other
+layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +28,8 @@ NAMES = {
 
 
 def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[str, Any]:
-    """The parts of the geometry that Gemma 2 and 3 share. ``final_cap`` is the default cap of
-    logits."""
+    """Return the parts of the geometry that Gemma 2 and 3 share. ``final_cap`` is the default cap
+    of logits."""
     fields.take("hidden_act", None)  # transformers reads only hidden_activation
     if sizes.hidden % fields.integer("num_attention_heads"):
         raise ValueError(
@@ -42,7 +43,7 @@ def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[st
 
 
 def take_cap(fields: Fields, name: str, default: float | None) -> float:
-    """A cap; null means no cap."""
+    """Return a cap. null means no cap."""
     return 0.0 if fields.take(name, default) is None else take_positive(fields, name, default)
 
 
@@ -69,8 +70,8 @@ added."""
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
-    """``query_pre_attn_scalar``. llama.cpp uses the number of ``layers`` to recognize the model
-    whose scalar differs from the size of a head."""
+    """Return ``query_pre_attn_scalar``. llama.cpp uses the number of ``layers`` to recognize the
+    model whose scalar differs from the size of a head."""
     whole: int = raw["hidden_size"] // raw["num_attention_heads"]
     return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
 

@@ -1,6 +1,6 @@
-"""Gemma 4, text: heads of different sizes in full layers and in sliding layers, and normalized
-values. Some models have layer inputs made from the tokens, layers that read the keys and values of
-earlier layers, values equal to keys, or a mixture of experts next to the MLP."""
+"""The text model of Gemma 4. Full layers and sliding layers have heads of different sizes, and
+values are normalized. Some models have layer inputs made from the tokens, layers that read the keys
+and values of earlier layers, values equal to keys, or a mixture of experts next to the MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,7 +68,7 @@ VECTORS = {
 
 
 class _Heads(NamedTuple):
-    """Number of KV heads and head size of a kind of layer."""
+    """The number of KV heads and the size of a head in a kind of layer."""
 
     kv_heads: int
     size: int
@@ -79,7 +79,7 @@ def _rope_fields(_: Fields) -> Fields:
 
 
 def _types(fields: Fields, layers: int) -> list[str]:
-    """The types of the layers. The last one is always a full layer, as in transformers."""
+    """Return the types of the layers. As in transformers, the last layer is always a full layer."""
     types = take_layer_types(fields, layers)
     if types is None:
         types = [LAYER_TYPES[bool((layer + 1) % 6)] for layer in range(layers)]
@@ -87,7 +87,7 @@ def _types(fields: Fields, layers: int) -> list[str]:
 
 
 def _full_heads(fields: Fields, types: list[str], sliding: _Heads) -> _Heads:
-    """The heads of full layers. transformers stores their differences for each layer."""
+    """Return the heads of full layers. transformers stores for each layer how its heads differ."""
     by_layer = fields.take("per_layer_config", None)
     size = fields.integer("global_head_dim", 512)
     count = fields.integer("num_global_key_value_heads", None, optional=True)
@@ -117,7 +117,7 @@ def _full_heads(fields: Fields, types: list[str], sliding: _Heads) -> _Heads:
 
 
 def _caches(sliding: _Heads, full: _Heads) -> dict[str, Any]:
-    """Sizes of the caches, and sizes of the heads of each kind of layer."""
+    """Return the sizes of the caches and the sizes of the heads of each kind of layer."""
     size = gcd(sliding.size, full.size)
     most = max(sliding.kv_heads * sliding.size, full.kv_heads * full.size)
     return {
@@ -129,7 +129,7 @@ def _caches(sliding: _Heads, full: _Heads) -> dict[str, Any]:
 
 
 def _full_rope(fields: Fields, size: int) -> dict[str, Any]:
-    """The rotary embedding of full layers, whose heads have ``size`` values."""
+    """Return the rotary embedding of full layers. Their heads have ``size`` values."""
     default = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     given = fields.take("rope_parameters", None)
     own = Fields(
@@ -152,7 +152,7 @@ def _full_rope(fields: Fields, size: int) -> dict[str, Any]:
 
 
 def _shared(fields: Fields, kinds: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The parts of the geometry for layers that read the keys and values of other layers."""
+    """Return the parts of the geometry for layers that read the keys and values of other layers."""
     count = fields.integer("num_kv_shared_layers", 0, optional=True, least=0)
     doubles = fields.flag("use_double_wide_mlp")
     if not count:
@@ -219,7 +219,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with the names and shapes of the decoder."""
+    """Return the tensors with the names and shapes of the decoder."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         module = name.removeprefix("model.").removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""GLM-4: the rotary embedding pairs neighbouring values and covers half of each head. Gate and up
+"""The rotary embedding of GLM-4 pairs neighbouring values and covers half of each head. Gate and up
 are one tensor. GLM-4-0414 also has norms after attention and MLP."""
 
 from dataclasses import replace

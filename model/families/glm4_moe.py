@@ -1,6 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: a partly rotated Llama with experts that are chosen as in DeepSeek-V3, and
-norms of queries and keys in some models. Solar Open: the same without partial rotation and norms,
-with experts in all layers."""
+"""GLM-4.5, 4.6 and 4.7 are a Llama with partly rotated heads and with experts that are chosen as in
+DeepSeek-V3. Some models have norms of queries and keys. Solar Open has experts in all layers, and
+neither partial rotation nor these norms."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def _own_of_solar(fields: Fields, sizes: Sizes) -> Own:
     made = scored_experts(fields, sizes.layers, DEFAULTS | {"moe_intermediate_size": 1280}, ())
     experts = made["experts"]
     assert experts is not None
-    # Only the MLPs of an exit head have this size: that of a token's experts.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     size = experts.used * experts.size + experts.shared
     return Own({**made, "qkv_bias": fields.flag("attention_bias"), "intermediate_size": size})
 

@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks and biases, a window in every other layer, and experts with biases
-and a clamped gate, whose published weights are MXFP4."""
+"""gpt-oss has attention with sinks and biases, a window in every other layer, and experts with
+biases and a clamped gate. The published weights of experts are MXFP4."""
 
 import re
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         "activation": "clamped",
         "wide_norms": True,
         "experts": Experts(count, used, size, normed=True, bias=True),
-        # Only MLPs of an exit head have this size, the total of the experts that a token uses.
+        # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
         "intermediate_size": used * size,
     }
     return Own(parts | take_kinds(fields, types, WINDOW))
@@ -92,8 +92,8 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _experts(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The decoder's tensors for a stored one: an expert's tensor with MXFP4 levels, or a tensor of
-    all experts."""
+    """Return the decoder's tensors for a stored tensor, which is an expert's tensor with MXFP4
+    levels or a tensor of all experts."""
     before, _, module = name.partition(EXPERTS)
     levels = re.fullmatch(r"(\d+)\.(gate_up_proj|down_proj)\.weight", module, re.ASCII)
     if levels:
@@ -133,7 +133,7 @@ def _experts(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
 
 
 def _columns(columns: NDArray[np.int64], values: Array) -> Array:
-    """Some columns of a weight [in, out] as rows, or some values of a bias [1, out]."""
+    """Return some columns of a weight [in, out] as rows, or some values of a bias [1, out]."""
     chosen: Array = values[:, columns]
     return np.ascontiguousarray(chosen.T) if len(values) > 1 else chosen.reshape(-1)
 

@@ -1,5 +1,5 @@
-"""Granite (dense): four factors. No factor needs an operation, because each is merged into an
-existing part of the decoder.
+"""Dense models of Granite have four factors. No factor needs an operation, because each is merged
+into an existing part of the decoder.
 
 * ``attention_multiplier`` is the scale of attention.
 * ``residual_multiplier`` m multiplies everything that is added to x. The decoder computes x / m
@@ -7,8 +7,8 @@ existing part of the decoder.
   ``eps / m ** 2`` equal those of x.
 * ``embedding_multiplier`` is then divided by m. The table itself is unchanged, because the LM head
   is often tied to it.
-* ``logits_scaling`` divides the final norm's weight. For powers of two, as in all published models,
-  this is exact; for other values, norms are float32 in every directory.
+* ``logits_scaling`` divides the final norm's weight. The division is exact for powers of two, as in
+  all published models. For other values, norms are float32 in every directory.
 """
 
 from math import frexp
@@ -19,7 +19,7 @@ from eesd.model.fields import Fields
 
 
 def take_factors(fields: Fields, sizes: Sizes) -> Own:
-    """The parts of the geometry for the four factors and for ``attention_bias``."""
+    """Return the parts of the geometry for the four factors and for ``attention_bias``."""
     residual, logits = (
         take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling")
     )

@@ -8,7 +8,7 @@ from eesd.model.family import Family, Own, Sizes, Tensors, gate_and_up, renamed
 from eesd.model.fields import Fields
 
 TYPES = ("attention", "full_attention")
-"""Names of layers with attention: in old configs, and in those that transformers 5 writes."""
+"""The names of layers with attention in old configs and in configs that transformers 5 writes."""
 NAMES = {
     "shared_mlp.input_linear": "mlp.gate_up_proj",
     "shared_mlp.output_linear": "mlp.down_proj",

@@ -1,4 +1,4 @@
-"""Granite 3 with experts in each layer, and optionally an expert that every token uses."""
+"""Granite 3 with experts in each layer. Some models also have an expert that every token uses."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     own = take_factors(fields, sizes)
-    # Only MLPs of an exit head have this size, that of the experts that a token uses.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     parts = {
         "intermediate_size": used * size + shared,
         "experts": Experts(count, used, size, normed=True, shared=shared),

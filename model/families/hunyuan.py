@@ -1,5 +1,6 @@
-"""Hunyuan, dense: norms of queries and keys after the rotary embedding, whose base can be larger
-than the config's. Mixtures also have an expert that every token uses."""
+"""Dense models of Hunyuan have norms of queries and keys after the rotary embedding. The base of
+the rotary embedding can be larger than the config's. Mixtures also have an expert that every token
+uses."""
 
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,7 @@ SHARED_NAMES = {
 
 
 def _number(fields: Fields, name: str) -> Any:
-    """A number that some configs list for each layer."""
+    """Return a number that some configs list for each layer."""
     given = fields.take(name, 1)
     own = given
     if isinstance(given, list) and given and given == given[:1] * len(given):
@@ -77,7 +78,7 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     used = _number(fields, "moe_topk")
     experts = Experts(_number(fields, "num_experts"), used, size, normed=True, shared=size)
     own = _own(fields, sizes)
-    # Only an exit head has this size: the experts that a token uses.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     width = (used + 1) * size
     return own._replace(parts={**own.parts, "experts": experts, "intermediate_size": width})
 

@@ -1,5 +1,5 @@
-"""LFM2: short convolutions in most layers, and in the rest attention with norms of queries and
-keys. Mixtures choose experts by sigmoids and biases."""
+"""LFM2 has short convolutions in most layers. The other layers have attention with norms of queries
+and keys. Mixtures choose experts by sigmoids and biases."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ NAMES = {
 
 
 def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
-    """The part of the geometry for the kinds of layers."""
+    """Return the part of the geometry for the kinds of layers."""
     types = take_layer_types(fields, layers, KINDS)
     attends = fields.take("full_attn_idxs", None)
     if types is None and attends is not None:
@@ -52,7 +52,7 @@ def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def _intermediate(fields: Fields) -> int:
-    """The intermediate size, which may be two thirds of the config's value, rounded up."""
+    """Return the intermediate size. It may be two thirds of the config's value, rounded up."""
     size: int = fields.integer("block_ff_dim", fields.integer("intermediate_size", INNER))
     factor = fields.number("block_ffn_dim_multiplier", 1.0, optional=True)
     step: int = fields.integer("block_multiple_of", 256)
@@ -85,7 +85,7 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _parts(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    """The parts that both share."""
+    """Return the parts of the geometry that dense models and mixtures share."""
     if fields.flag("conv_bias"):
         raise ValueError("convolutions with biases (conv_bias) are not supported")
     kinds = _kinds(fields, sizes.layers)
@@ -107,7 +107,8 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
 
 
 def _tensors_mixed(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with the decoder's names. Experts have the names of their parts as an MLP."""
+    """Return the tensors with the decoder's names. The parts of an expert have the same names as
+    the parts of an MLP."""
     found: Tensors = {}
     for name, tensor in _tensors(tensors, geometry).items():
         name = name.replace(".feed_forward.expert_bias", f".{CHOICE_BIAS}.weight")
@@ -122,7 +123,8 @@ def _tensors_mixed(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for a GGUF file. Its converter writes the adjusted intermediate size."""
+    """Return the fields for a GGUF file. llama.cpp's converter writes the adjusted intermediate
+    size."""
     heads = own.take("attention.head_count_kv")
     found = {
         "conv_L_cache": own.integer("shortconv.l_cache"),

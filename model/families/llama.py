@@ -1,5 +1,5 @@
-"""Llama 2 and 3, CodeLlama, SmolLM2, and many others; and the model types that transformers runs
-with Llama's code."""
+"""Llama 2 and 3, CodeLlama, SmolLM2 and many other models, and the model types that transformers
+runs with Llama's code."""
 
 from eesd.common.checks import shown
 from eesd.model.family import Family, Gguf, Own, Sizes, take_window
@@ -7,7 +7,7 @@ from eesd.model.fields import Fields
 
 
 def take_llama(fields: Fields, sizes: Sizes, biased: bool = False) -> Own:
-    """The parts of the geometry that Llama's fields determine. ``biased`` is the default for
+    """Return the parts of the geometry that Llama's fields determine. ``biased`` is the default for
     biases."""
     biases = (fields.flag(name, biased) for name in ("attention_bias", "mlp_bias"))
     return _llama(fields, sizes, *biases)
@@ -20,8 +20,8 @@ def _llama(fields: Fields, sizes: Sizes, bias: bool, mlp_bias: bool) -> Own:
         raise ValueError(
             f"layer_types is {shown(kinds)}, which is not supported; all layers have full attention"
         )
-    # transformers ignores the window of a Llama config in masks, but its KV cache drops the tokens
-    # before the window.
+    # transformers ignores the window of a Llama config in its masks, but its KV cache drops the
+    # tokens before the window.
     biases = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": mlp_bias}
     return Own(biases, take_window(fields))
 
@@ -47,7 +47,7 @@ def _internlm3(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _either(fields: Fields, *names: str) -> bool:
-    """A flag that has two names."""
+    """Return a flag that has two names."""
     given = {fields.flag(name) for name in names if name in fields.raw}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(names)} are one option, and differ")

@@ -1,5 +1,5 @@
-"""MiniMax-M2: partly rotated heads, norms of queries and keys over all heads, and in all layers
-experts that are chosen as in DeepSeek-V3."""
+"""MiniMax-M2 has partly rotated heads, norms of queries and keys over all heads, and experts in all
+layers. The experts are chosen as in DeepSeek-V3."""
 
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.experts import scored_tensors, take_experts
@@ -17,7 +17,7 @@ NO_EFFECT = (
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rotary fields, with ``rotary_dim`` of published configs as a part of the head."""
+    """Return the rotary fields. ``rotary_dim`` of published configs becomes a share of the head."""
     rotated = fields.integer("rotary_dim", None, optional=True)
     if rotated is None:
         return fields
@@ -32,7 +32,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size", 1536)
     count, used = take_experts(fields, 256, 8)
     experts = Experts(count, used, size, normed=True, scores="sigmoid", choice_bias=True)
-    # Only an exit head has this size: the experts that a token uses.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     return Own({"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True})
 
 

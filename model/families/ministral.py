@@ -1,5 +1,5 @@
-"""Ministral: Mistral with a window in all layers or in some. Ministral 3: Mistral with yarn, up to
-the position where its queries begin to grow."""
+"""Ministral: Mistral with a window in all layers or in some. Ministral 3 is a Mistral with yarn. It
+is supported up to the position where its queries begin to grow."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def _take_rope(fields: Fields) -> dict[str, Any]:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rotary fields, without those that the rotary embedding does not use."""
+    """Return the rotary fields that the rotary embedding uses."""
     rope = _take_rope(fields)
     for name in ("llama_4_scaling_beta", "max_position_embeddings"):
         rope.pop(name, None)

@@ -17,7 +17,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
-    # Only MLPs of an exit head have this size, that of the experts that a token uses.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     return Own(
         {"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)},
         take_window(fields),
@@ -25,7 +25,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
 
 
 def renamed_experts(tensors: Tensors) -> Tensors:
-    """The tensors with the decoder's names of router and experts."""
+    """Return the tensors with the decoder's names for the router and the experts."""
     names = {
         ".block_sparse_moe.": ".mlp.",
         ".w1.": ".gate_proj.",
@@ -49,8 +49,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """Convert the tensors, even those of files from before March 2024, which have a tensor for each
-    expert."""
+    """Convert the tensors. Files from before March 2024, which have a tensor for each expert, are
+    converted, too."""
     old = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight"
     new = r"model.layers.\1.mlp.experts.\3.\2_proj.weight"
     return apart(

@@ -1,5 +1,6 @@
-"""Nemotron (Minitron, Nemotron-4) and Jais 2: LayerNorms, and an MLP without a gate that squares
-positive values. Nemotron stores norms minus 1, and rotates half of each head."""
+"""Nemotron (Minitron, Nemotron-4) and Jais 2 have LayerNorms and an MLP without a gate. The MLP
+squares positive values. Nemotron stores the weights of norms minus 1, and rotates half of each
+head."""
 
 from eesd.model.families.gemma import whole_norms
 from eesd.model.families.llama import take_llama

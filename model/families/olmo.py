@@ -1,4 +1,4 @@
-"""OLMo 1: LayerNorms without weights, and limited queries, keys and values."""
+"""OLMo 1 has LayerNorms without weights, and limits queries, keys and values."""
 
 import numpy as np
 

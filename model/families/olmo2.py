@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP, and norms of queries and keys over all heads."""
+"""OLMo 2 has norms after attention and MLP, and norms of queries and keys over all heads."""
 
 from eesd.common.geometry import Geometry
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed

@@ -1,4 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotary embedding is never scaled."""
+"""OLMo 3: OLMo 2 with a window in three of four layers. The rotary embedding of these layers is
+never scaled."""
 
 from eesd.model.families.olmo2 import OLMO2_PARTS, tensors_of_olmo
 from eesd.model.family import (

@@ -1,5 +1,5 @@
-"""OLMoE: experts in all layers, and norms of queries and keys over all heads. FlexOlmo: the same
-with norms after attention and experts."""
+"""OLMoE has experts in all layers, and norms of queries and keys over all heads. In FlexOlmo, the
+norms follow attention and experts."""
 
 from dataclasses import replace
 
@@ -18,9 +18,10 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 64, 8)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
-    # Only MLPs of an exit head have this size, that of the experts that a token uses.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}
-    # transformers ignores the window in masks, but its KV cache drops the tokens before the window.
+    # transformers ignores the window in its masks, but its KV cache drops the tokens before the
+    # window.
     return Own(attention_biases(fields) | parts, take_window(fields))
 
 

@@ -1,5 +1,5 @@
-"""Phi-1, Phi-1.5 and Phi-2: LayerNorms, attention and MLP side by side, an MLP without a gate,
-partly rotated heads, and biases everywhere, even of the logits."""
+"""Phi-1, Phi-1.5 and Phi-2 have LayerNorms, parallel attention and MLP, an MLP without a
+gate, partly rotated heads, and biases everywhere (even of the logits)."""
 
 from eesd.common.architecture import LOGIT_BIAS
 from eesd.common.geometry import Geometry

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: fused projections, heads that may be rotated only in part, and separate
-frequencies for short and long texts."""
+"""Phi-3 and Phi-4 have fused projections, and separate frequencies for short and long texts. Some
+models rotate only a part of each head."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""Phi-3.5-MoE: LayerNorms, biases even of the logits, and two experts that a token uses, each with
-its share of the logits near its own."""
+"""Phi-3.5-MoE has LayerNorms and biases (even of the logits). A token uses two experts. The
+share of each is computed from the router's logits that are close to the expert's logit."""
 
 from eesd.common.architecture import LOGIT_BIAS, ROUTER
 from eesd.common.geometry import Experts, Geometry
@@ -10,7 +10,7 @@ from eesd.model.fields import Fields
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rotary fields. ``short_mscale`` is the factor of cos and sin."""
+    """Return the rotary fields. ``short_mscale`` is the factor of cos and sin."""
     found = dict(fields.raw)
     for name in ("rope_scaling", "rope_parameters"):
         given = fields.take(name, None)
@@ -36,7 +36,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
         "norm_bias": True,
         "logit_bias": fields.flag("lm_head_bias"),
         "experts": experts,
-        # Only the MLPs of an exit head have this size: that of a token's experts.
+        # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
         "intermediate_size": used * size,
     }
     return Own(parts, take_window(fields))

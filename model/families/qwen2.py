@@ -1,12 +1,12 @@
-"""Qwen2 and Qwen2.5: biases of q, k and v, and a window that is rarely enabled."""
+"""Qwen2 and Qwen2.5 have biases of q, k and v, and a window that is rarely enabled."""
 
 from eesd.model.family import Family, Gguf, Own, Sizes, take_layer_types
 from eesd.model.fields import Fields
 
 
 def take_switched_window(fields: Fields, layers: int, first: int = 28) -> int | None:
-    """The window of Qwen's models, if any layer has a window. Up to this length, sliding attention
-    equals full attention."""
+    """Return the window of Qwen's models, if any layer has a window. Up to this length, sliding
+    attention equals full attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):
         window = None

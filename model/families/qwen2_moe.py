@@ -19,8 +19,8 @@ GGUF_SHARED = {"ffn_gate_inp_shexp": f"{SHARED}_gate"} | {
 
 
 def _window(fields: Fields, layers: int) -> int | None:
-    """The window, if any layer has a window. Up to this length, sliding attention equals full
-    attention."""
+    """Return the window, if any layer has a window. Up to this length, sliding attention equals
+    full attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     slides = fields.flag("use_sliding_window")
     first = fields.integer("max_window_layers", 28, least=0)
@@ -55,8 +55,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors, with separate tensors for each expert. A file may store the gate of the shared
-    expert without its dimension of 1."""
+    """Return the tensors, with separate tensors for each expert. A file may store the gate of the
+    shared expert without its dimension of 1."""
     found = apart(tensors, geometry)
     for name, tensor in found.items():
         whole = (1, geometry.hidden_size)

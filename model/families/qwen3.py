@@ -1,4 +1,4 @@
-"""Qwen3: norms of queries and keys, and an explicit head size."""
+"""Qwen3 has norms of queries and keys, and an explicit head size."""
 
 from eesd.model.families.qwen2 import take_switched_window
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases

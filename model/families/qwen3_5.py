@@ -1,5 +1,5 @@
-"""Qwen3.5, text: Qwen3-Next with projections that are stored one by one; dense, or with experts in
-all layers."""
+"""Qwen3.5, text: Qwen3-Next with projections that are stored one by one. Models are dense, or have
+experts in all layers."""
 
 from dataclasses import replace
 
@@ -11,7 +11,8 @@ from eesd.model.fields import Fields
 
 
 def rope_of_text(fields: Fields) -> Fields:
-    """The rotary fields without those for images: in a text, all parts of a position are equal."""
+    """Return the rotary fields without the fields for images. In a text, all parts of a position
+    are equal."""
     found = dict(fields.raw)
     for name in ("rope_scaling", "rope_parameters"):
         given = fields.take(name, None)
@@ -31,7 +32,7 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     size = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
     experts = Experts(count, used, size, normed=True, shared=shared, shared_gate=True)
-    # Only the MLPs of an exit head have this size: that of a token's experts.
+    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
     sizes_of_head = {"experts": experts, "intermediate_size": used * size}
     return Own(take_delta(fields, sizes) | sizes_of_head)
 

@@ -28,7 +28,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """The layers without experts."""
+    """Return the layers without experts."""
     listed = fields.take("mlp_only_layers", None)
     step = fields.integer("decoder_sparse_step", 1)
     if listed is not None and not (

@@ -1,5 +1,5 @@
-"""Qwen3-Next: the gated delta rule in most layers, attention with a gate in the other layers, and
-experts with a gated expert that every token uses."""
+"""Qwen3-Next has the gated delta rule in most layers, and attention with a gate in the other
+layers. It has experts, and a gated expert that every token uses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +29,11 @@ KINDS = {"linear_attention": DELTA, "full_attention": FULL}
 """Kinds of layers by their names in transformers."""
 RULE = "linear_attn."
 NAMES = {f"{RULE}in_proj_{part}": f"{RULE}in_{part}_proj" for part in ("qkv", "z", "b", "a")}
-"""Projections that are stored one by one, as Qwen3.5 does."""
+"""Projections that Qwen3.5 stores one by one."""
 
 
 def take_delta(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    """Parts of the geometry for both kinds of layers."""
+    """Return the parts of the geometry for both kinds of layers."""
     if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(
             f"hidden_act is {shown(fields.raw['hidden_act'])}, and must be silu, which is also "
@@ -74,8 +74,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 
 def delta_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with the decoder's names, with attention's gates separate from queries, and with
-    1 added to the weights of norms."""
+    """Return the tensors with the decoder's names. The gates of attention are separate from the
+    queries, and 1 is added to the weights of norms."""
     found: Tensors = {}
     for name, tensor in apart(renamed(tensors, NAMES), geometry).items():
         before, _, kind = name.partition("self_attn.q_proj.")
@@ -89,7 +89,7 @@ def delta_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _of_rule(name: str, tensor: StoredTensor, geometry: Geometry) -> Tensors:
-    """The decoder's tensors for a stored tensor, which may belong to the delta rule."""
+    """Return the decoder's tensors for a stored tensor, which may belong to the delta rule."""
     rule = geometry.delta
     before, _, module = name.partition(RULE)
     named = {"A_log": DELTA_DECAY, "dt_bias": DELTA_BIAS}.get(module)
@@ -118,8 +118,9 @@ def _split_heads(
         prefix: Prefix of the modules' names.
         kind: ``weight`` or ``bias``.
         tensor: The tensor.
-        parts: For each module, the number of rows in each of its parts of a head. The module
-            consists of the first part of all heads, then the second part of all heads.
+        parts: The numbers of rows in a head that belong to each module. If a module has two such
+            parts, it consists of the first part of all heads, followed by the second part of all
+            heads.
         heads: Number of heads.
     """
     rows = [count for counts in parts.values() for count in counts]

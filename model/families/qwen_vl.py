@@ -1,5 +1,5 @@
-"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. A token has a position for each of time,
-height and width; in a text all three are equal, so the rotary embedding is the usual one."""
+"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. A token has positions in time, height and
+width. In a text, the three positions are equal, so the rotary embedding is the usual one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,8 +52,8 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    """No fields: the sections of the rotary embedding and the number of layers that read image
-    features have no effect on a text."""
+    """Return no fields. The sections of the rotary embedding and the number of layers that read
+    image features have no effect on a text."""
     own.taken |= {"rope.dimension_sections", "n_deepstack_layers"}
     return {}
 
@@ -63,7 +63,7 @@ def _of_gguf_mixed(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors of all experts, split. Published files have them as [experts, in, out];
+    """Split the tensors of all experts. Published files have them as [experts, in, out].
     transformers reads a tensor as [experts, out, in] if it has that shape."""
     experts = geometry.experts
     if experts is None:
@@ -95,7 +95,7 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _turned(columns: "np.ndarray[tuple[int], np.dtype[np.int64]]", values: Array) -> Array:
-    """Some columns of a weight [in, out] as rows."""
+    """Return some columns of a weight [in, out] as rows."""
     return np.ascontiguousarray(values[:, columns].T)
 
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v, and an explicit head size."""
+"""Seed-OSS is Llama with biases of q, k and v, and with an explicit head size."""
 
 from eesd.model.family import Family, Gguf, Own, Sizes
 from eesd.model.fields import Fields

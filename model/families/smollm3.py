@@ -1,4 +1,4 @@
-"""SmolLM3: some layers, usually every fourth one, have no rotary embedding."""
+"""Some layers of SmolLM3 (usually every fourth layer) have no rotary embedding."""
 
 from eesd.common.checks import shown
 from eesd.common.geometry import FULL, UNROTATED

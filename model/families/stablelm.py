@@ -1,5 +1,5 @@
-"""StableLM: LayerNorms, rotation of a quarter of each head, and in some models attention and MLP
-side by side."""
+"""StableLM has LayerNorms, and rotates a quarter of each head. In some models, attention and MLP
+are parallel."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""StarCoder 2: LayerNorms, biases, and an MLP without a gate."""
+"""StarCoder 2 has LayerNorms, biases, and an MLP without a gate."""
 
 from eesd.common.geometry import Geometry
 from eesd.model.family import (

@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2 without norms after attention and MLP."""
+"""VaultGemma is Gemma 2 without norms after attention and MLP."""
 
 from dataclasses import replace
 
