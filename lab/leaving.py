@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import click
 import httpx2
 
 LONG: dict[str, Any] = {
@@ -53,9 +54,12 @@ def leave(client: httpx2.Client, path: str) -> str:
     return ""
 
 
-def main() -> None:
-    times = int([*sys.argv, "1"][2])
-    with httpx2.Client(base_url=sys.argv[1], timeout=120) as client:
+@click.command()
+@click.argument("url")
+@click.argument("times", default=1)
+def main(url: str, times: int) -> None:
+    """Leave streams of the server at URL, and check that the rows become free."""
+    with httpx2.Client(base_url=url, timeout=120) as client:
         failures = [leave(client, path) for _ in range(times) for path in BODIES]
     found = [failure for failure in failures if failure]
     print(

@@ -26,7 +26,7 @@ from eesd.model.families import FAMILIES as SUPPORTED_FAMILIES
 from eesd.model.loading import load_decoder
 from eesd.model.safetensors_file import read_header
 
-SUPPORTED = tuple(family.architecture for family in SUPPORTED_FAMILIES.values())
+SUPPORTED = tuple(SUPPORTED_FAMILIES)
 FamilyDir = Callable[[str], Path]
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

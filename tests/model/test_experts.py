@@ -134,12 +134,8 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
         ({"num_local_experts": 3}, ("mlp.gate.weight", "[4, 32]", "[3, 32]")),
         ({"intermediate_size": 16}, ("mlp.experts.0.gate_proj.weight", "[32, 32]", "[16, 32]")),
         (
-            {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]},
-            ("DeepseekV2ForCausalLM", "mixtral"),
-        ),
-        (
-            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
-            ("DeepseekV3ForCausalLM", "not supported"),
+            {"model_type": "jamba", "architectures": ["JambaForCausalLM"]},
+            ("JambaForCausalLM", "not supported", "mixtral"),
         ),
     ],
 )
