@@ -1,4 +1,4 @@
-"""Activations of an MLP without a gate, as nodes of standard ONNX."""
+"""Write the activations of an MLP without a gate as nodes of standard ONNX."""
 
 from collections.abc import Callable, Sequence
 

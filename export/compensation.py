@@ -28,7 +28,7 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quant
 
     Args:
         factor: Result of :func:`compensation` for the layer's inputs [in, in].
-        weight: Weight [out, in]; ``in`` must be a multiple of a block.
+        weight: Weight [out, in]. The size ``in`` must be a multiple of a block.
         kind: ``int4`` or ``uint4``.
         dtype: Element type of the scales. Scales of uint4 are always float16.
     """

@@ -224,8 +224,8 @@ def export(
         check: Called with the temporary directory and its manifest. If it raises, nothing is left
             behind.
         progress: Called when a step begins, and after each weight.
-        announce: Called before anything is written, with the manifest without files, and the bytes
-            of the weights.
+        announce: Called before anything is written. Its arguments are the manifest (without
+            descriptions of files) and the number of bytes of the weights.
         packed: Whether to write the weights packed for the CPU, and not as ``weights.bin``. Only
             this project's operators can run such a directory.
 

@@ -208,7 +208,7 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
 
     Args:
         nodes: The nodes of the graph, in an order in which they can run.
-        name: Name of the graph, for the message.
+        name: Name of the graph. It is used in the error message.
 
     Raises:
         EESDError: Another node reads a cache.

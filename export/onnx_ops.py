@@ -59,7 +59,7 @@ from eesd.export.activations import activated, clamped, xielu
 
 FEW_NODES = 3
 """In a call of B sequences, the verify graph folds query heads if each sequence has at most
-``FEW_NODES * B`` nodes; see docs/decisions/0058."""
+``FEW_NODES * B`` nodes. The reason is in docs/decisions/0058."""
 CONSTANT = "constant."
 """Prefix of initializers that are not weights."""
 
@@ -680,7 +680,7 @@ class OnnxOperations:
         return self._made["many"]
 
     def _mask(self, block: Block) -> str:
-        """The mask of a block's attention, with a row for each query of a KV head."""
+        """Returns the mask of a block's attention. It has a row for each query of a KV head."""
         geometry = block.geometry
         kind = "eagle" if block.eagle else block.kind
         make = {"eagle": self._own_mask, SLIDING: self._near_mask}.get(kind)
@@ -839,8 +839,8 @@ class OnnxOperations:
         )
 
     def _scattered(self, states: str, new: str) -> str:
-        """States [B, S, columns], with the ``new`` states [B, n, columns] in the slots of the
-        call's tokens."""
+        """Returns states [B, S, columns] in which the slots of the call's tokens have the ``new``
+        states [B, n, columns]."""
         return self.node("TensorScatter", [states, new, "write_indices"], axis=1)
 
     def _decays(self, logs: str) -> str:

@@ -98,8 +98,9 @@ class Prediction:
     verify: tuple[float, ...]
 
     def speed_up(self, acceptance: float, drafted: int) -> float:
-        """Speed relative to plain decoding, for chains of ``drafted`` tokens. Each token is
-        accepted with probability ``acceptance`` if all tokens before it were."""
+        """Returns the speed of decoding with chains of ``drafted`` tokens, relative to plain
+        decoding. Each token is accepted with probability ``acceptance`` if all tokens before it
+        were."""
         tokens = sum(acceptance**depth for depth in range(drafted + 1))
         return tokens * self.verify[0] / (drafted * self.draft + self.verify[drafted])
 
@@ -142,7 +143,8 @@ def predict(
         hardware: The device. If the verify graph has several stages, each stage runs on such a
             device.
         slots: Number of slots of the KV cache that the verify graph's attention reads.
-        draft_slots: Number of slots that the draft graph's attention reads. Default: ``slots``.
+        draft_slots: Number of slots that the draft graph's attention reads. The default is
+            ``slots``.
         ranks: Number of devices over which the torch engine splits the weights.
     """
     drafting = slots if draft_slots is None else draft_slots

@@ -35,7 +35,7 @@ def engine_directory(
 ) -> Path:
     """The engine directory of a model. The export writes its messages to stderr.
 
-    On a CPU, the cache holds a model's weights only once: they are packed directly from the
+    On a CPU, the cache holds a model's weights only once. They are packed directly from the
     checkpoint, unless a whole engine directory exists. Other backends need a whole directory.
 
     Args:
@@ -132,7 +132,7 @@ def _place(directory: Path, model: str, options: Options, packed: bool = False) 
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether the engine directory exists, with all its files."""
+    """Whether the engine directory exists and has all its files."""
     try:
         return cache.is_marked(place) and bool(load_manifest(place))
     except EESDError:

@@ -185,7 +185,7 @@ class _Recording(TorchOperations):
 
     Attributes:
         sums: Sums of x x^T over the inputs x, by the names of the weights. The caller provides zero
-            matrices; :meth:`linear` adds to them.
+            matrices, and :meth:`linear` adds to them.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)

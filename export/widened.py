@@ -103,7 +103,8 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         raise EESDError(
             f"{path} and its weights do not fit each other; export the model again."
         ) from None
-    # Intermediate values keep their shapes: inferring them takes ONNX Runtime quadratic time.
+    # Intermediate values keep their shapes, because ONNX Runtime would take quadratic time to infer
+    # them.
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.type.tensor_type.elem_type in kinds:
             value.type.tensor_type.elem_type = TensorProto.FLOAT

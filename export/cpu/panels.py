@@ -54,7 +54,7 @@ class _Array(ctypes.Structure):
 
 
 class _Source(ctypes.Structure):
-    """A stored weight: ``Source`` in ``runtime/operators/stored.h``."""
+    """A stored weight. This is ``Source`` in ``runtime/operators/stored.h``."""
 
     _fields_ = (
         ("type", ctypes.c_int64),

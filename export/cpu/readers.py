@@ -73,9 +73,9 @@ class Reader(ABC):
         """The stored arrays of some columns of a matrix.
 
         Returns:
-            Arrays [inputs, columns] or [inputs / block, columns], by their suffix. Levels are int8
-            or uint8, or float32 for FP8 and FP4. Scales and minimums are float32. 16-bit values may
-            be uint16.
+            A dictionary from suffixes to arrays [inputs, columns] or [inputs / block, columns].
+            Levels are int8 or uint8, or float32 for FP8 and FP4. Scales and minimums are float32.
+            16-bit values may be uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:

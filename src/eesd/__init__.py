@@ -1,7 +1,7 @@
 """EESD is early-exiting speculative decoding with exported engines.
 
 ``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM`. It
-generates the tokens that the model alone would generate, only faster. Imports are lazy: ``import
+generates the tokens that the model alone would generate, only faster. Imports are lazy, so ``import
 eesd`` costs nothing and never needs torch.
 """
 

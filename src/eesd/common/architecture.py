@@ -26,10 +26,10 @@ graph needs no input for its slot.
 
 An **EAGLE-3** head (arXiv 2503.01840) has one block, which runs after the embeddings. The block
 reads a token's embedding and a state of the previous token. If the previous token is the token
-before the root, the verify graph computed the state: it fuses hidden states of three layers with a
-product. If the previous token was drafted, the head computed the state. Both kinds of states are
-stored in caches of states, in the slot of the token that they describe. So a draft step reads the
-slot of each token's parent and writes the token's slot. The verify graph overwrites the drafted
+before the root, the verify graph computed the state by fusing the hidden states of three layers
+with a product. If the previous token was drafted, the head computed the state. Both kinds of states
+are stored in caches of states, in the slot of the token that they describe. So a draft step reads
+the slot of each token's parent and writes the token's slot. The verify graph overwrites the drafted
 states with fused states, and computes the block's keys and values from the fused states. All graphs
 have the same inputs, and code that moves or keeps caches handles states, too. The first token of a
 text has no parent, so the published heads have no keys for it. Only the first token attends to its
@@ -196,7 +196,7 @@ class Table(NamedTuple):
 
 
 def norm_of(geometry: Geometry, name: str) -> Norm:
-    """The norm called ``name``, with the options of a geometry."""
+    """Returns the norm called ``name``. It has the options of the geometry."""
     return Norm(name, geometry.rms_norm_eps, geometry.centred_norms, geometry.norm_bias)
 
 
@@ -501,7 +501,8 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
 
 
 def base_layers(o: Operations[X], model: Model, x: X, layers: range) -> Iterator[tuple[int, X]]:
-    """The hidden states before and after each base layer, with the number of layers before them.
+    """Yields the hidden states before and after each base layer, together with the number of layers
+    before them.
 
     Args:
         o: The table of operations.

@@ -5,5 +5,5 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + at): byte for at, byte in enumerate(_OTHERS)
 }
-"""The byte of each letter. Printable Latin-1 characters stand for themselves; other bytes are
+"""The byte of each letter. Printable Latin-1 characters stand for themselves, and other bytes are
 represented by letters from U+0100 on."""

@@ -1,5 +1,5 @@
-"""Checks of arguments at the edge of the API. NumPy numbers count as numbers; booleans and text do
-not."""
+"""Checks of arguments at the edge of the API. NumPy numbers count as numbers, but booleans and text
+do not."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -155,7 +155,8 @@ def _one_line_errors() -> Iterator[None]:
     """Report :class:`EESDError`, wrong options and unreadable files as ``error: ...`` with exit
     code 2.
 
-    Ctrl-C exits with 130 and a closed output pipe with 141, without a traceback, as shells expect.
+    Ctrl-C exits with code 130, and a closed output pipe exits with code 141. Neither shows a
+    traceback. Shells expect this.
     """
     try:
         yield

@@ -5,7 +5,7 @@ A writer writes beside the final name, to ``.NAME.eesd-RANDOM.new``. A directory
 moved to ``.old`` for a moment. Before either exists, the writer creates
 ``.NAME.eesd-RANDOM.lock`` and keeps it locked. The operating system unlocks it when the process
 ends for any reason. So if the lock can be taken, the files beside it are leftovers. The next run
-that writes to the same place removes them. Files that no run wrote are never removed: each caller
+that writes to the same place removes them. Files that no run wrote are never removed. Each caller
 defines which files are foreign.
 """
 
@@ -159,8 +159,8 @@ class Claim(NamedTuple):
         return kept
 
     def keep(self, path: Path) -> Path:
-        """Give a temporary directory a permanent name: the final name, or a similar one next to it.
-        Returns this name."""
+        """Give a temporary directory a permanent name. It is the final name, or a similar name next
+        to it. Returns this name."""
         lasting = self.target
         if lexists(lasting):
             lasting = self.target.with_name(f"{self.target.name}-{self.key}")

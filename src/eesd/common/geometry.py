@@ -674,7 +674,7 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Eagle:
-    """Structure of an EAGLE-3 head (arXiv 2503.01840). The head reads states of the model; for
+    """Structure of an EAGLE-3 head (arXiv 2503.01840). The head reads states of the model. For
     drafted tokens, it reads states that it computed itself.
 
     Attributes:

@@ -135,7 +135,8 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """Make a dataclass from a JSON object that has exactly its fields, with the annotated types.
+    """Make a dataclass from a JSON object. The object must have exactly the fields of the
+    dataclass, and their values must have the annotated types.
 
     Args:
         kind: The dataclass. Its fields are plain types, dataclasses, tuples of any length, or dicts

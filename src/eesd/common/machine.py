@@ -97,7 +97,7 @@ def torch_sees_gpu() -> bool:
         return False
     try:
         import torch
-    except ImportError:  # installed but broken: the torch engine reports the cause
+    except ImportError:  # torch is installed but broken, and the torch engine reports the cause
         return False
     return torch.cuda.is_available()
 

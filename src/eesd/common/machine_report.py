@@ -32,7 +32,7 @@ def describe() -> dict[str, str]:
 
 
 def cpu_features() -> list[str]:
-    """The vector extensions useful for matrix products, as Linux reports them."""
+    """The vector extensions that are useful for matrix products. Linux reports them."""
     flags = _processor().get("flags", "").split()
     return [feature for feature in CPU_FEATURES if feature in flags]
 

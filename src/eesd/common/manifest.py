@@ -99,8 +99,8 @@ class GraphInfo:
     Attributes:
         file: Name of the ONNX file.
         caches: Indices of the caches that the graph reads and writes, in input order.
-        inputs: The inputs in order; the cache tensors come last.
-        outputs: The outputs in order; the cache tensors come last.
+        inputs: The inputs in order. The cache tensors come last.
+        outputs: The outputs in order. The cache tensors come last.
     """
 
     file: str

@@ -11,7 +11,8 @@ from math import isfinite
 from eesd.common.checks import first_fault
 
 FEATURES = 5
-"""Number of features of a drafted token; see :func:`eesd.controllers.calibration.features`."""
+"""Number of features of a drafted token. They are listed at
+:func:`eesd.controllers.calibration.features`."""
 STANDARD_DEVIATIONS = ("shift", "slope", "request", "wander", "drift")
 
 

@@ -172,7 +172,8 @@ class Quantizations:
         return None if chosen is None or shape[1] % chosen.block else chosen
 
     def _own(self, name: str) -> Quantization | None:
-        """Quantization of a weight, or of the first part of a packed one, as a single tensor."""
+        """Quantization that a weight has as a single tensor. If the weight is packed, this is the
+        quantization of its first part."""
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:

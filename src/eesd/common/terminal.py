@@ -100,7 +100,8 @@ def calling(report: Callable[[], None]) -> Iterator[None]:
 
 
 def progress_text(done: int, total: int | None, seconds: float) -> str:
-    """Progress of a step after ``seconds``, with the remaining time if ``total`` is known."""
+    """Describe the progress of a step after ``seconds``. If ``total`` is known, the text includes
+    the remaining time."""
     if not total:
         return f"{done} done in {seconds:.0f} s"
     left = f", {seconds * max(total / done - 1, 0):.0f} s left" if done else ""
