@@ -1,7 +1,7 @@
-"""A device chooses the tokens that the host's samplers choose.
+"""Tests that a device chooses the same tokens as the samplers of the host.
 
-If torch detects a GPU, the GPU makes the choices from given logits. Without a GPU, and for
-generations, the CPU acts as the device.
+If torch detects a GPU, the GPU makes the choices from given logits. The CPU acts as the device if
+there is no GPU, and whenever a test generates text.
 """
 
 from collections.abc import Callable

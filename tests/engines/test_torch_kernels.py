@@ -1,5 +1,5 @@
-"""The kernels of GPUs in Triton's interpreter: products with quantized weights, fused blocks, and
-engines with both.
+"""Tests of the kernels for GPUs in Triton's interpreter. They cover products with quantized
+weights, fused blocks, and engines that use both.
 
 torch for GPUs on Linux includes Triton. Without Triton, only the dequantization of weights is
 tested.

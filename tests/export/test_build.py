@@ -1,4 +1,5 @@
-"""``eesd-build``: plans that TensorRT-RTX builds without a GPU. Skipped without TensorRT-RTX."""
+"""Tests of ``eesd-build`` with plans that TensorRT-RTX builds without a GPU. Skipped without
+TensorRT-RTX."""
 
 import json
 import shutil
@@ -60,8 +61,8 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 
 def fused(directory: Path, *options: object) -> list[tuple[int, int]]:
-    """Build plans. Returns, for each plan, the numbers of attentions and cache updates that run as
-    a single kernel. The draft's plan comes first."""
+    """Build plans. Returns two numbers for each plan. They say how many attentions and how many
+    cache updates run as a single kernel. The draft's plan comes first."""
     assert "single kernels" not in succeed(main, directory, *options).stderr
     manifest = load_manifest(directory)
     assert list(manifest.plans) == [graph.file for graph in manifest.graphs]
@@ -104,8 +105,8 @@ def test_those_of_stages_are_single_kernels(
 def test_those_of_other_drafts_are_single_kernels(
     family_dir: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
-    """The drafts are those of a head with a deep cache, the whole model in 4 bits, a model's own
-    exit, and an EAGLE-3 head; one directory has no draft."""
+    """The directories have different drafts: a head with a deep cache, the whole model in 4 bits, a
+    model's own exit, and an EAGLE-3 head. One directory has no draft."""
     model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=1.0, seed=0, head_dim=16)
     add_tokenizer(model)
     deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "deep")
@@ -168,7 +169,8 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(
 def dequantized(
     directory: Path, change: Callable[[Any, Path], None] = lambda *_: None
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Axis and shape of the scales in the verify graph, after a change of the graph."""
+    """Returns the axis and the shape of the scales in the verify graph, after ``change`` has
+    changed the graph."""
     model = onnx.load(directory / "verify.onnx", load_external_data=False)
     change(model, directory)
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
@@ -321,7 +323,7 @@ def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:
 def test_profiles_hold_a_rounds_nodes_of_each_row_and_a_piece_of_a_prompt(
     built: Path, batch: int
 ) -> None:
-    """A draft step is one node of each row. A prompt is prefilled alone."""
+    """A draft step processes one node of each row. A prompt is prefilled alone."""
     manifest = load_manifest(built)
     options = plans.BuildOptions("tensorrt-rtx", batch, 128)
     slots = manifest.gpu_slots

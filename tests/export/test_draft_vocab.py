@@ -1,5 +1,5 @@
-"""A draft vocabulary: choosing, training, storing, exporting and running it. test_lossless.py shows
-that it is lossless."""
+"""Tests that choose, train, store, export and run a draft vocabulary. test_lossless.py shows that
+it is lossless."""
 
 import json
 from pathlib import Path
@@ -51,8 +51,8 @@ def test_columns_and_tokens_belong_together() -> None:
 
 
 def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
-    """Gradients are those of the teacher's whole distribution: no probability moves to another
-    token."""
+    """The gradients are computed from the teacher's whole distribution, so no probability moves to
+    another token."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, generator=generator, requires_grad=True)
     teacher = log_softmax(torch.randn(3, 6, generator=generator), -1).sort(descending=True)[0]

@@ -1,5 +1,5 @@
-"""``eesd-export`` writes complete directories of standard graphs, which generate the tokens of
-transformers."""
+"""Tests that ``eesd-export`` writes complete directories of standard graphs, and that these graphs
+generate the tokens of transformers."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ PROMPT = [1, 17, 5, 40, 3, 88, 61]
 def exported(
     family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """A function that returns the float32 engines of a family."""
+    """Returns a function that gives the float32 engines of a family."""
 
     @cache
     def directory(name: str) -> Path:
@@ -98,7 +98,8 @@ def test_each_weight_is_stored_once(
     assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
 
     checkpoint = Checkpoint(family_dir(family))
-    # Keys and values of the exit head, which only the verify graph uses.
+    # These are the weights for the keys and values of the exit head, which only the verify graph
+    # uses.
     keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]
     block = [
         t.nbytes
@@ -134,7 +135,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     masks = {node.input[3] for node in attention}
     if name == "draft.onnx":
         assert masks == {"attn_mask"}
-    else:  # one mask for all layers, with a row for each query of a KV head
+    else:  # all layers share a mask with a row for each query of a KV head
         makers = [node.op_type for node in model.graph.node if masks.intersection(node.output)]
         assert len(masks) == 1 and makers in (["Tile"], ["Concat"])
     scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
@@ -166,7 +167,7 @@ def test_a_second_reader_of_a_cache_is_refused(
     reads: tuple[str, str | None],
 ) -> None:
     """ONNX Runtime 1.31 runs a ReduceSum after the write that follows it in the graph. A copy of
-    values that the write needs is allowed: it cannot run later."""
+    values that the write needs is allowed, because it cannot run later."""
     kind, needed = reads
     write = OnnxOperations._write
 
@@ -213,7 +214,7 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(
 def test_heads_are_apart_or_folded_with_the_same_bits(
     exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Calls with many nodes keep query heads separate; graphs of plans never do."""
+    """Calls with many nodes keep the query heads separate. The graphs of plans never do this."""
     directory = exported("llama-head-dim")
     manifest = load_manifest(directory)
     folded = tmp_path / "folded"

@@ -1,5 +1,6 @@
-"""``eesd-export`` refuses unusable models, exit heads, options and outputs in one line, before it
-writes anything. If it fails later, it leaves nothing behind, and keeps the previous export."""
+"""Tests that ``eesd-export`` refuses unusable models, exit heads, options and outputs in one line,
+before it writes anything. If it fails later, it leaves no files behind, and keeps the previous
+export."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
-"""The memory of an export does not grow with the model: graphs need no weights, and weights are
-streamed one tensor at a time."""
+"""Tests that the memory of an export does not grow with the model. Graphs are made without weights,
+and the weights are streamed one tensor at a time."""
 
 import json
 import subprocess
@@ -74,7 +74,8 @@ def measure(code: str, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_graphs_of_a_70b_model_take_less_than_2_gb(tmp_path: Path) -> None:
-    """The 15 shards are sparse files: only headers, fingerprint and graphs are tested."""
+    """The 15 shards are sparse files. The test uses only their headers, the fingerprint and the
+    graphs."""
     directory = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
     assert sum(path.stat().st_size for path in directory.iterdir()) > 137 * GB
     assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) < 10 * MB
@@ -131,15 +132,15 @@ def test_writing_weights_takes_the_memory_of_one_tensor(
 def test_writing_changed_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The memory used is that of one tensor, of its widened form or its levels, and of a piece of
-    it in float32."""
+    """An export needs memory for one tensor, for the widened tensor or its levels, and for a piece
+    of the tensor in float32."""
     dtype, *kind = options
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, dtype, tmp_path / "weights", *kind)
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[12])) + 24 * MB
 
 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
-    """Some weights of the file are those of the checkpoint."""
+    """Check that some weights of the file equal the weights of the checkpoint."""
     head = untrained_head(checkpoint, 1)
     options = ExportOptions("float16", 4096, 32, 8)
     graph = make_graph("verify", checkpoint.geometry, head.config, options)

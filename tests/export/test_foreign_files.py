@@ -1,5 +1,5 @@
-"""Files that a command did not make are never lost, whether they are where it writes, or appear
-while it runs."""
+"""Tests that a command never loses files that it did not make. Some of them are where the command
+writes, and some appear while it runs."""
 
 import json
 import os
@@ -97,7 +97,7 @@ TARGETS = [
 
 
 class World:
-    """A directory with files of EESD and foreign files, and a record of the foreign files."""
+    """A directory with files of EESD and foreign files. It keeps a record of the foreign files."""
 
     def __init__(self, root: Path, engine: Path, random: Random) -> None:
         self.root = root
@@ -137,13 +137,13 @@ class World:
             return
 
     def any_path(self) -> Path:
-        """A path for a command: plain, through a link, or with ".."."""
+        """Returns a path for a command. It is plain, leads through a link, or contains ".."."""
         path = self.root / self.random.choice(TARGETS)
         return path / self.random.choice(["", "", "", "new/..", "../plans", "link", "link/.."])
 
     def intrude(self, path: Path) -> None:
-        """Act as another program while a command writes ``path``: write into it if it is a
-        directory, or beside it."""
+        """Act as another program while a command writes ``path``. If the path is a directory, a
+        file appears in it, and otherwise next to it."""
         directory = path if path.is_dir() or not path.suffix else path.parent
         if self.random.random() < 0.7:
             self.plant(
@@ -165,12 +165,12 @@ class World:
             self.intrude(path)
 
     def lost(self) -> list[Path]:
-        """Foreign files that are missing or changed."""
+        """Returns the foreign files that are missing or changed."""
         return [path for path, was in self.foreign.items() if found(path) != was]
 
 
 def found(path: Path) -> bytes | str | None:
-    """The bytes of a file, or the target of a link."""
+    """Returns the bytes of a file, or the target if the path is a link."""
     if path.is_symlink():
         return str(path.readlink())
     return path.read_bytes() if path.is_file() else None
@@ -185,8 +185,8 @@ def commands(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[Callable[[Path], Result]]:
-    """Commands that each write, replace or clean a path. Slow commands occur less often in the
-    list."""
+    """Returns commands that each write, replace or clean a path. Slow commands occur less often in
+    the list."""
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))  # in this process

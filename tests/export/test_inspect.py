@@ -1,5 +1,5 @@
-"""``eesd-inspect`` shows an engine directory and detects changed files. ``--predict`` is compared
-with manual calculations and docs/predict.md."""
+"""Tests that ``eesd-inspect`` shows an engine directory and detects changed files. The output of
+``--predict`` is compared with manual calculations and with docs/predict.md."""
 
 import json
 import shutil
@@ -142,19 +142,19 @@ INT4 = Quantization("int4", 32)
 
 LLAMA_3_8B = llama(32, 4096, 14336, 32, 8, 128256)
 QUARTER = ExitConfig(4, own_lm_head=True, draft_vocab=32064, deep=())
-"""A head as ``eesd-distill`` makes it."""
+"""The configuration of a head that ``eesd-distill`` makes."""
 
 
 def shaped(
     geometry: Geometry, exit_head: ExitConfig = QUARTER, quantization: Quantizations = UNQUANTIZED
 ) -> Manifest:
-    """A manifest in bfloat16 with 4096 slots."""
+    """Returns the manifest of a bfloat16 model with 4096 slots."""
     return replace(made_up(geometry, exit_head, "bfloat16", 4096, 32), quantization=quantization)
 
 
 def test_the_constants_give_the_times_that_the_h200_measured() -> None:
-    """The compared times are those of whole passes, and of products with quantized weights, which
-    take longer than reading the weights."""
+    """The test compares the times of whole passes, and the times of products with quantized
+    weights. These products take longer than reading the weights."""
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }
@@ -202,8 +202,8 @@ def test_cost_models_of_gpus_are_predictions() -> None:
 def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
-    """A tied embedding table is the LM head of the verify graph, and of a draft without a separate
-    LM head. A 4-bit copy of the LM head is separate."""
+    """A tied embedding table is the LM head of the verify graph. It is also the LM head of the
+    draft, unless the draft has a separate one, such as a 4-bit copy."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(
@@ -238,7 +238,8 @@ def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Pa
 
 
 def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
-    """The draft's products are those of its blocks and the LM head, not the embedding table."""
+    """The draft computes the products of its blocks and of the LM head. The embedding table is not
+    one of them."""
     manifest = load_manifest(engine)
     geometry = manifest.geometry
     blocks = manifest.exit_head.layer + manifest.exit_head.blocks
@@ -284,7 +285,7 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
 
 
 def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
-    """Verify passes read fewer slots; the draft reads a cache of 4096 slots in place."""
+    """Verify passes read fewer slots. The draft reads the whole cache of 4096 slots in place."""
     manifest = replace(load_manifest(engine), max_seq_len=4096)
     options = ("--predict", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
     most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
@@ -301,8 +302,8 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
 def test_a_model_is_predicted_before_its_export(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The prediction needs only config.json. The draft is that of the export: all layers in 4 bits,
-    or the model's head."""
+    """The prediction needs only config.json. It uses the draft that the export would make, which is
+    all layers in 4 bits or the model's own head."""
     model = family_dir("qwen2")
     plans = tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
@@ -387,7 +388,7 @@ def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     )
     block += 3 * geometry.hidden_size * geometry.intermediate_size
     split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
-    # 4-bit weights, which ranks dequantize.
+    # The weights have 4 bits, and ranks dequantize them.
     levels = weights_of(manifest, graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]
     kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
     one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))

@@ -1,5 +1,5 @@
-"""``kill -9`` at any moment: the next run finds the leftovers, removes or restores them, and
-touches nothing else."""
+"""Tests that kill a command with ``kill -9`` at any moment. The next run finds the leftovers,
+removes or restores them, and changes nothing else."""
 
 import errno
 import fcntl
@@ -54,7 +54,8 @@ def write_directory(target: Path) -> None:
 
 
 def text_of(target: Path) -> str | None:
-    """``old`` or ``new``; None if it does not exist. Fails if it is incomplete."""
+    """Returns ``old`` or ``new``, or None if the target does not exist. Fails if the target is
+    incomplete."""
     if not target.exists():
         return None
     if target.is_file():
@@ -161,8 +162,8 @@ def forget_the_machine(lock: Path) -> None:
 def test_in_doubt_it_is_named_and_kept(
     tmp_path: Path, doubt: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File locks may be unsupported or local to a machine; a lock file may be deleted, or belong to
-    another program."""
+    """File locks may be unsupported, or local to a machine. A lock file may be deleted, or may
+    belong to another program."""
     kill_writer(tmp_path / "plans")
     (new,) = tmp_path.glob(".*.new")
     (lock,) = tmp_path.glob(".*.lock")
@@ -239,7 +240,7 @@ def test_an_export_after_a_killed_one(
 
 
 AS_IS = ("--no-check", "--no-pack")
-"""Options that prevent other renames."""
+"""With these options, an export makes no other renames."""
 BETWEEN = (
     "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda "
     "*a: next(c)(*a)"

@@ -1,5 +1,5 @@
-"""``eesd-export --link-weights``: engines that read the checkpoint's files compute the same as
-engines with a copy."""
+"""Tests of ``eesd-export --link-weights``. Engines that read the checkpoint's files give the same
+results as engines with a copy of the weights."""
 
 import errno
 import os
@@ -40,8 +40,8 @@ SHARDED = "codellama"  # float32, in several files
 
 @pytest.fixture(scope="module")
 def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Engines with a copy of the weights, and engines with links to them. Tests must not change
-    them."""
+    """Returns two engine directories. The first has a copy of the weights, and the second has links
+    to them. Tests must not change them."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
     return export_engine(model, parent / "copied", "--quantize-draft", "none"), export_engine(
@@ -51,13 +51,14 @@ def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.fixture
 def linked(family_dir: FamilyDir, tmp_path: Path) -> Path:
-    """A linked export that the test may damage. The checkpoint is ``model`` beside it."""
+    """A linked export that the test may damage. The checkpoint is the directory ``model`` next to
+    it."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
     return export_engine(model, tmp_path / "plans", "--link-weights")
 
 
 def locations(directory: Path, graph: str = "verify.onnx") -> dict[str, str]:
-    """The file of each weight."""
+    """Returns the file that contains each weight."""
     tensors = onnx.load(directory / graph, load_external_data=False).graph.initializer
     return {
         tensor.name: ExternalDataInfo(tensor).location for tensor in tensors if tensor.external_data
@@ -114,8 +115,8 @@ def test_backends_compute_the_same_with_links(
 def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """The draft's levels are in weights.bin; the verify graph reads the checkpoint's files. The
-    tokens are those of plain decoding."""
+    """The draft's levels are in weights.bin, and the verify graph reads the checkpoint's files. The
+    tokens equal the tokens of plain decoding."""
     directory = export_engine(
         family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights"
     )
@@ -147,7 +148,7 @@ def test_linked_graphs_of_other_families_pass_the_parity_check(
 
 
 def test_exit_head_of_another_type_is_copied(tmp_path: Path) -> None:
-    """The float16 base model is linked; the head's float32 tensors are cast and written to
+    """The float16 base model is linked. The float32 tensors of the head are cast and written to
     weights.bin."""
     size = {
         "hidden_size": 64,

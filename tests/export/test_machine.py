@@ -1,4 +1,4 @@
-"""Probes of the machine, with a stand-in for ``nvidia-smi``."""
+"""Tests of the probes of the machine. A stand-in replaces ``nvidia-smi``."""
 
 import os
 import sys

@@ -1,5 +1,6 @@
-"""``eesd-build --check`` detects engines that differ from their graphs, and every export for the
-CPU detects packed weights that do. ``eesd-export --layers`` exports the first layers."""
+"""Tests that ``eesd-build --check`` detects engines that differ from their graphs, and that every
+export for the CPU detects packed weights that differ. ``eesd-export --layers`` exports the first
+layers."""
 
 import json
 import re
@@ -41,7 +42,8 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the engines of a family. Tests that change them must copy them."""
+    """Returns a function that gives the engines of a family. Tests that change them must copy
+    them."""
 
     @cache
     def directory(name: str, **options: Any) -> Path:
@@ -65,8 +67,8 @@ def break_weight(directory: Path, name: str) -> None:
 def test_first_layers_are_a_model_of_fewer_layers(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The engines compute the same as those of a checkpoint with fewer layers. The fingerprint is
-    that of the whole model."""
+    """The engines give the results of engines from a checkpoint with fewer layers. The fingerprint
+    is the fingerprint of the whole model."""
     family = family_dir("qwen2.5-tied")
     model = shutil.copytree(family, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
@@ -182,8 +184,8 @@ def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def torch_engines(spoil: Callable[[Any], object] = lambda _: None) -> Callable[..., Engines]:
-    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a
-    GPU, and damages a stage."""
+    """Returns a replacement for ``open_engines`` that damages a stage. It opens torch engines
+    instead of plans, because plans need a GPU."""
 
     def opened(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
         assert all((directory / plan.file).exists() for plan in manifest.plans.values())
@@ -209,7 +211,7 @@ def test_check_without_a_gpu_reports_that_it_was_skipped(
 def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the first difference, here on texts that are longer than those for the
+    """The message names the first difference. This test uses longer texts than the check of the
     graphs."""
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())

@@ -1,4 +1,5 @@
-"""TensorRT-RTX builds plans of a tiny model of each family, or ``eesd-build`` refuses the model."""
+"""Tests that TensorRT-RTX builds plans of a tiny model of each family, or that ``eesd-build``
+refuses the model."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Reads and writes of the kernels of plans, from the log of TensorRT-RTX's builder, which lists
-them without a GPU, too. Skipped without TensorRT-RTX."""
+"""Tests of the bytes that the kernels of plans read and write. The log of TensorRT-RTX's builder
+lists the kernels, even on a machine without a GPU. Skipped without TensorRT-RTX."""
 
 import logging
 import re
@@ -45,8 +45,8 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes; 0 if it depends on the nodes of the call, because such tensors are
-        small."""
+        """The size in bytes, or 0 if it depends on the number of nodes of the call, because such
+        tensors are small."""
         count = 1
         for size in self.shape:
             count *= max(size, 0)
@@ -54,7 +54,8 @@ class Tensor(NamedTuple):
 
     @property
     def is_cache(self) -> bool:
-        """Whether it is a cache of the engine: input and output of a call at one address."""
+        """Whether this tensor is a cache of the engine, which is both an input and an output of a
+        call at the same address."""
         return self.name.startswith(("key_", "value_"))
 
 
@@ -73,8 +74,8 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The caches whose first slots it copies, one for each column of the mask. Both sizes are
-        -1 in the log."""
+        """The caches whose first slots this layer copies. It copies one slot for each column of the
+        mask. The log shows both sizes as -1."""
         caches = [
             tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs
         ]
@@ -86,8 +87,9 @@ class Layer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a call reads and writes. Updated caches and tables are touched in a few rows
-        only. Bytes that depend on the number of slots that attention reads are not counted."""
+        """The number of bytes that a call reads and writes. Updated caches and tables are not
+        counted, because a call uses only a few of their rows. Bytes that depend on the number of
+        slots that attention reads are not counted either."""
         read = [tensor for tensor in self.inputs if tensor not in (*self.outputs, *self.parts)]
         written = [tensor for tensor in self.outputs if not tensor.is_cache]
         tables = () if "Gath" in self.name else self.constants
@@ -122,8 +124,8 @@ def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str,
 
 
 def parse(text: str) -> list[Layer]:
-    """The layers of a list in the builder's log. Anything that does not look like a layer is an
-    error: the format has changed."""
+    """Returns the layers of a list in the builder's log. Anything that does not look like a layer
+    is an error, because it means that the format has changed."""
     lines = [line for line in text.splitlines() if line.startswith("Name: ")]
     assert lines, text[:200]
     return [_layer(line) for line in lines]
@@ -151,7 +153,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 
 def parts(layers: Sequence[Layer]) -> list[Tensor]:
-    """The caches whose first slots are copied for an attention, which reads the copy."""
+    """Returns the caches whose first slots are copied. An attention then reads the copy."""
     copied = [(cache, layer.outputs) for layer in layers for cache in layer.parts]
     read = {tensor.name for layer in layers if layer.is_attention for tensor in layer.inputs}
     assert all(tensor.name in read for _, outputs in copied for tensor in outputs)
@@ -159,14 +161,15 @@ def parts(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def traffic(layers: Sequence[Layer], slots: int) -> int:
-    """All bytes that a call reads and writes if its attention reads the first ``slots`` slots."""
+    """Returns the number of bytes that a call reads and writes if its attention reads the first
+    ``slots`` slots."""
     part = sum(cache.nbytes * slots // cache.shape[2] for cache in parts(layers))
     return sum(layer.nbytes for layer in layers) + 3 * part  # read, written, and read by attention
 
 
 def copies(layers: Sequence[Layer], least: int) -> list[Tensor]:
-    """Tensors of a fixed size of at least ``least`` bytes that kernels write, except the engine's
-    caches."""
+    """Returns the tensors that kernels write and that have a fixed size of at least ``least``
+    bytes. The engine's caches are left out."""
     return [
         tensor
         for layer in layers
@@ -185,8 +188,8 @@ SHAPE = {
     "vocab_size": 4096,
     "max_position_embeddings": 2 * LONG_CACHE,
 }
-"""Groups of 4 heads of size 128, as in 8B models, and weights that are large compared with the code
-of the kernels."""
+"""The model has groups of 4 heads of size 128, as in 8B models. Its weights are large compared with
+the code of the kernels."""
 WIDTHS_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -199,9 +202,9 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """A function that takes the kind of quantization and the number of slots. It returns the
-    manifest of an engine directory and the layers of its plans. With ``whole``, only a draft of all
-    layers is quantized."""
+    """Returns a function that takes the kind of quantization and the number of slots. It gives the
+    manifest of an engine directory and the layers of its plans. If the kind is ``whole``, only a
+    draft of all layers is quantized."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
@@ -216,13 +219,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
 
 
 def cache_bytes(manifest: Manifest) -> int:
-    """Bytes of the keys of a layer, and of its values."""
+    """Returns the number of bytes of the keys of a layer. The values have the same number of
+    bytes."""
     return 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * manifest.gpu_slots
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that a call reads: all but the embedding table and the rotary
-    tables."""
+    """Returns the number of bytes of the weights that a call reads. The embedding table and the
+    rotary tables are not counted."""
     tables = {EMBEDDINGS, *ROTARY_TABLES}
     return sum(
         weight.nbytes for name, weight in weights_of(manifest, graph).items() if name not in tables
@@ -282,8 +286,8 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     tmp_path: Path, slots: int
 ) -> None:
-    """The widths are those of an 8B model, so that a layer has the same ratio of weights to caches
-    as the whole model."""
+    """The model has the widths of an 8B model. A layer therefore has the same ratio of weights to
+    caches as the whole model."""
     model = write_checkpoint(
         tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
     )
@@ -340,7 +344,8 @@ def test_attention_is_one_kernel_in_every_layer_and_profile(
 def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a plan is slower only if a kernel does not exist. The manifest promises no kernels."""
+    """The manifest does not promise any kernels, so a plan is only slower if a kernel does not
+    exist."""
     directory = export_engine(
         family_dir("qwen2"),
         tmp_path / "plans",

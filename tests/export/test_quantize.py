@@ -1,5 +1,5 @@
-"""``eesd-export --quantize``: blocks of integers and small floats (fp8, nvfp4) are exact, every
-backend supports them, and drafting stays lossless."""
+"""Tests of ``eesd-export --quantize``. Blocks of integers and of small floats (fp8 and nvfp4) are
+exact, every backend supports them, and drafting stays lossless."""
 
 import shutil
 from collections.abc import Callable
@@ -50,14 +50,15 @@ from eesd.runtime.llm import Speculation
 KINDS = ("int8", "int4")
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 OWN = {"weights": "int8", "block": 32, "minimums": True, "scales": "float16"}
-"""Quantization of a tensor in a manifest."""
+"""The quantization of a tensor as a manifest describes it."""
 SPECULATIONS = [Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree=3, guard=False)]
 Export = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the quantized engines of a family. Tests must not change them."""
+    """Returns a function that gives the quantized engines of a family. Tests must not change
+    them."""
 
     @cache
     def directory(family: str, kind: str, *options: object) -> Path:
@@ -68,8 +69,8 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
-    """The levels as the ONNX format defines them: the first of two 4-bit values is in the low half
-    of the byte."""
+    """Returns the levels as the ONNX format defines them. The first of two 4-bit values is in the
+    low half of the byte."""
     data = stored.tobytes()
     if kind == "int8":
         return np.frombuffer(data, np.int8).reshape(shape).astype(np.int16)
@@ -80,7 +81,8 @@ def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int
 
 
 def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
-    """The weight [in, out] as the format defines it: scale times level, plus minimum."""
+    """Returns the weight [in, out] as the format defines it. Each value is the scale times the
+    level, plus the minimum."""
     blocks, outputs = quantized.scales.shape
     levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
     result = to_float32(levels) * np.repeat(to_float32(quantized.scales), BLOCK, 0)
@@ -90,8 +92,8 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
 
 
 def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
-    """A weight with blocks of zeros, blocks of one sign, and magnitudes down to float16's subnormal
-    numbers."""
+    """Returns a weight that has blocks of zeros and blocks of one sign. Its magnitudes go down to
+    the subnormal numbers of float16."""
     weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
     weight *= np.logspace(-8, 2, outputs, dtype=np.float32)[:, None]
     weight[5] = 0
@@ -152,7 +154,7 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
 
 
 def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
-    """Every weight has the same bits, here with weights from GGUF's quantizer."""
+    """Every weight has the same bits. The weights of this test come from GGUF's quantizer."""
     random = np.random.default_rng(0)
     values = random.normal(
         random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)
@@ -236,8 +238,8 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(
 def test_onnx_runtime_widens_weights_when_it_loads_them(
     exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    """The float32 products are four per layer, one for the exit head's keys and values, and the LM
-    head."""
+    """There are four float32 products for each layer, one for the keys and values of the exit head,
+    and one for the LM head."""
     directory = exported("qwen2", kind, *options)
     made: list[ort.SessionOptions] = []
     original = ort.SessionOptions
@@ -408,7 +410,7 @@ def test_own_lm_head_of_the_exit_head_is_quantized(
 
 
 def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_path: Path) -> None:
-    """A model that has only weights without whole blocks is refused."""
+    """A model is refused if none of its weights consists of whole blocks."""
     options = ("--exit-layer", 1, "--quantize", "int4")
     shown = succeed(
         export_main, "--model", text_model, "-o", tmp_path / "plans", *options, "--check"
@@ -477,8 +479,8 @@ def test_torch_engine_refuses_weights_that_differ_from_the_manifest(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -> None:
-    """The gate and up projections are one product. With an odd inner size, the rows of their levels
-    and zero points begin within a byte."""
+    """The gate and up projections are joined into one product. If the inner size is odd, some rows
+    of their levels and zero points begin within a byte."""
     model = build(
         Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd"
     )
@@ -520,8 +522,8 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     tmp_path: Path,
 ) -> None:
-    """The verify graph is tested, and the draft that is the whole model, both with four layers of
-    the bundled model. The same text gives the same files."""
+    """This test uses four layers of the bundled model. It tests the verify graph, and the draft
+    that is the whole model. The same text gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")
@@ -532,7 +534,8 @@ def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
         )
 
     def logs(engine: Engine) -> torch.Tensor:
-        """Log-probabilities of the next tokens after some held-out text."""
+        """Returns the log-probabilities of the next token at each position of some held-out
+        text."""
         tokens = exact.codec.ids("".join(prompts()[:10]), special=False)[:256]
         [cache] = engine.new_kv_caches()
         logits = torch.tensor(
@@ -639,8 +642,8 @@ def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
 def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
     exported: Export, family: str, kind: str, dtype: str
 ) -> None:
-    """The tokens are those of plain decoding, greedy and sampled, and the logits of all backends
-    and of the graphs are close."""
+    """The greedy and sampled tokens equal the tokens of plain decoding. The logits of all backends
+    and of the graphs are close to each other."""
     directory = exported(family, kind, "--dtype", dtype, "--check")
     assert_weights_match_manifest(directory)
     for graph in load_manifest(directory).graphs:
@@ -670,7 +673,7 @@ def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
 
 
 def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
-    """The logits after the prompt. Drafting changes no token."""
+    """Returns the logits after the prompt, after a check that drafting changes no token."""
     llm = eesd.load(directory, backend, threads=1)
     check_drafting(llm, DRAFTING, [PROMPT])
     with llm.with_speculation(None).session(PROMPT) as session:
@@ -678,7 +681,7 @@ def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
 
 
 def of_graphs(directory: Path) -> NDArray[np.float32]:
-    """The logits of the graphs on disk, widened to float32."""
+    """Returns the logits of the graphs on the disk, widened to float32."""
     manifest = load_manifest(directory)
     engine = reference(directory, manifest, manifest.verify, 1)
     [kv_cache] = engine.new_kv_caches()
@@ -691,7 +694,7 @@ def of_graphs(directory: Path) -> NDArray[np.float32]:
 
 @needs_operators()
 def test_operators_multiply_by_the_values_of_the_graph(exported: Export) -> None:
-    """With float32 activations both compute the same products, up to rounding to 16 bits."""
+    """With float32 activations, both compute the same products up to rounding to 16 bits."""
     for kind in LEVELS:
         directory = exported("qwen2", kind, *NARROW)
         with eesd.load(
@@ -725,7 +728,8 @@ def test_commands_name_the_types_as_the_options_do(exported: Export) -> None:
 
 
 def test_a_manifest_with_other_small_floats_is_refused(exported: Export, tmp_path: Path) -> None:
-    """The manifest has minimums, or a block size or a scale type that the export does not write."""
+    """In these cases the manifest has minimums, or it has a block size or a scale type that the
+    export does not write."""
     for number, (name, value) in enumerate(
         (("minimums", True), ("block", 64), ("scales", "float16"))
     ):
@@ -735,7 +739,7 @@ def test_a_manifest_with_other_small_floats_is_refused(exported: Export, tmp_pat
 
 
 def test_plans_are_built_for_the_gpus_that_know_the_type(exported: Export, tmp_path: Path) -> None:
-    """TensorRT-RTX cannot build for older GPUs, and fails if none are named."""
+    """TensorRT-RTX cannot build plans for older GPUs. If no GPUs are named, the build fails."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     for kind, oldest, wanted in (("fp8", "8.6", "8.9"), ("nvfp4", "8.9", "12.0")):
         copy = shutil.copytree(exported("qwen2", kind, *NARROW), tmp_path / kind)
