@@ -74,8 +74,8 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The caches whose first slots this layer copies. It copies one slot for each column of the
-        mask. The log shows both sizes as -1."""
+        """The caches whose first slots this layer copies. The number of copied slots equals the
+        number of columns of the mask, and the log shows both as -1."""
         caches = [
             tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs
         ]

@@ -1,4 +1,5 @@
-"""The edge of the Python API: any argument works, or raises an EESDError with one sentence."""
+"""Tests of the edge of the Python API. Any argument works, or raises an EESDError with one
+sentence."""
 
 import gc
 import os
@@ -112,7 +113,7 @@ def test_arguments_of_another_type_are_refused(
     ids=lambda v: repr(v)[:9],
 )
 def test_sampling_options_of_another_type_are_refused(name: str, value: Any) -> None:
-    if (name, value) != ("seed", None):  # each request draws one
+    if (name, value) != ("seed", None):  # each request draws a seed
         refused(
             lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method"
         )
@@ -158,7 +159,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
 HUGE = 10**5000
 speculate: Any = Speculation
 load: Any = eesd.load
-"""Calls with arguments that the types forbid, hence ``Any``."""
+"""These have the type ``Any``, because the tests call them with arguments that their types
+forbid."""
 
 
 @pytest.mark.parametrize(
@@ -213,8 +215,8 @@ def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
 
 
 def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """The results of four threads that use one LLM at once, and the expected results: whole texts,
-    streams, sessions and prefixes."""
+    """Returns the results of four threads that use one LLM at once, and the expected results. The
+    threads use whole texts, streams, sessions and prefixes."""
     prompts = [[1 + number, 40, 50, 60] * 12 for number in range(4)]
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     expected = [llm.generate(prompt, **options).tokens for prompt in prompts]
@@ -439,7 +441,7 @@ def test_extreme_sampling_options_are_lossless(
 def test_the_tokenizer_is_the_one_that_was_there_at_loading(
     engine_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later export to the same path, or another working directory, has no effect."""
+    """A later export to the same path has no effect, and neither has another working directory."""
     monkeypatch.chdir(engine_copy.parent)
     llm = eesd.load("plans")
     expected = llm.generate("to be", max_new_tokens=6)

@@ -1,5 +1,5 @@
-"""A request has the same tokens, text, log-probabilities and rounds through the API and the
-batch."""
+"""Tests that a request has the same tokens, text, log-probabilities and rounds through the API and
+through the batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,8 +43,8 @@ def model(engine: Path) -> LLM:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Service]]:
-    """An LLM, and a service over an equal LLM. The LLM and the service each learn only from their
-    own requests."""
+    """Yields an LLM, and a service that runs an equal LLM. The LLM and the service each learn only
+    from their own requests."""
     speculation = SHAPES[request.param]
     service = Service(model.with_speculation(speculation), BatchOptions(max_rows=3))
     yield model.with_speculation(speculation), service
@@ -54,7 +54,7 @@ def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Ser
 def through_both(
     doors: tuple[LLM, Service], sampling: Sampling, regex: str = "", **options: Any
 ) -> Completion:
-    """The completion, after a check that the service's is equal."""
+    """Returns the completion, after a check that the service gives an equal completion."""
     llm, service = doors
     found = []
     for served in (False, True):
@@ -96,7 +96,7 @@ def test_every_option_gives_the_same_through_both(
 
 
 def endings(llm: LLM) -> Iterator[tuple[str, list[int] | str, dict[str, Any]]]:
-    """Ways in which a text ends: the reason, the prompt, and the options."""
+    """Yields ways in which a text can end. Each has the reason, the prompt and the options."""
     whole = llm.generate(PROMPT, draft=False, max_new_tokens=40, ignore_eos=True)
     for at in range(1, 20, 2):
         yield "stop", PROMPT, {"stop_token_ids": (whole.tokens[at],)}

@@ -1,5 +1,5 @@
-"""The bundled model gives the same tokens with and without drafting, on prompts from files that it
-was not trained on."""
+"""Tests that the bundled model gives the same tokens with and without drafting. The prompts are
+from files that it was not trained on."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""``eesd-run``, whose text is that of the Python API, and ``eesd-doctor``."""
+"""Tests of ``eesd-run`` and ``eesd-doctor``. The text of ``eesd-run`` equals the text of the Python
+API."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def api(engine: Path) -> LLM:
 
 
 def text_of(engine: Path, *options: object, stdin: str = "") -> str:
-    """The output of eesd-run, without the final line end."""
+    """Returns the output of eesd-run without the final line end."""
     result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--no-stats", *options, stdin=stdin)
     assert result.stderr == "" and result.stdout.endswith("\n")
     return result.stdout[:-1]
@@ -242,7 +243,7 @@ def test_compare_finds_a_difference(
 
 
 def test_show_drafts_colours_draft_tokens(engine: Path, api: LLM) -> None:
-    """There are colours on a terminal only."""
+    """Colours appear only on a terminal."""
     assert text_of(engine, "-p", PROMPT, "--show-drafts") == expected(api).text
     options = [
         "--engine-dir",

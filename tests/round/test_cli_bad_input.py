@@ -1,5 +1,5 @@
-"""``eesd-run`` with engines, options and prompts that it cannot use: one helpful line, exit code 2,
-never a traceback."""
+"""Tests of ``eesd-run`` with engines, options and prompts that it cannot use. It prints one helpful
+line, exits with code 2, and never shows a traceback."""
 
 import json
 import os
@@ -134,8 +134,8 @@ def test_logits_that_are_not_finite_choose_no_token(
 
 
 def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
-    """Without --no-draft the draft is needed, so an incomplete directory is refused, not half
-    used."""
+    """Without --no-draft the draft is needed. An incomplete directory is therefore refused, and is
+    not used without its draft."""
     (engine_copy / "draft.onnx").unlink()
     assert_refused(eesd_run(engine_copy, *PROMPT, "--no-draft"), "draft.onnx is missing")
 

@@ -1,5 +1,5 @@
-"""The default controller and the guard on a simulated machine: decoding is not slower than plain
-decoding, and drafting never stops for good."""
+"""Tests of the default controller and the guard on a simulated machine. Decoding is not slower than
+plain decoding, and drafting never stops for good."""
 
 from itertools import product
 
@@ -20,12 +20,12 @@ from eesd.runtime.decoding.guard import Guard, Terms
 
 pytestmark = pytest.mark.fast
 VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3, 17: 27e-3}
-"""Seconds of a verify pass by its number of nodes, for a model of 135 million parameters on two
-cores."""
+"""The seconds that a verify pass takes for each number of nodes. They are those of a model of 135
+million parameters on two cores."""
 
 
 def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
-    """Requests whose acceptance varies from text to text, and from token to token."""
+    """Returns requests whose acceptance varies from text to text and from token to token."""
     random = np.random.default_rng(seed)
     found = list[TracedRequest]()
     for _ in range(count):

@@ -1,5 +1,5 @@
-"""Models that were trained to exit early (LayerSkip) draft with their own norm and LM head, on
-every backend and in every way."""
+"""Tests of models that were trained to exit early (LayerSkip). They draft with their own norm and
+LM head, on every backend and in every way of drafting."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def plans(early: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def reduced_head(early: Path) -> Path:
-    """The model's own exit over part of the vocabulary, calibrated."""
+    """A head that is the model's own exit over a part of the vocabulary. The exit is calibrated."""
     np.save(
         early.parent / "rows.npy",
         np.random.default_rng(1).integers(3, 60, (32, 25)).astype(np.uint16),
@@ -79,7 +79,7 @@ def reduced(early: Path, reduced_head: Path) -> Path:
 
 
 def exit_logits(model: Path) -> NDArray[np.float32]:
-    """The logits [T, V] of an exit after the first layer, as transformers has them."""
+    """Returns the logits [T, V] of an exit after the first layer, which transformers computes."""
     reference: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )

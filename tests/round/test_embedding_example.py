@@ -1,4 +1,4 @@
-"""The parts of ``examples/embedding/service.py`` that run without a GPU."""
+"""Tests of the parts of ``examples/embedding/service.py`` that run without a GPU."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
-"""Drafting changes no bit of the logits that choose a token, and the checks for this detect any
-change."""
+"""Tests that drafting changes no bit of the logits that choose a token, and that the checks for
+this detect any change."""
 
 import json
 import tracemalloc
@@ -80,7 +80,7 @@ Export = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns engines of a tiny model. Tests must not change them."""
+    """Returns a function that gives engines of a tiny model. Tests must not change them."""
 
     @cache
     def directory(kind: str) -> Path:
@@ -159,7 +159,8 @@ def test_drafting_chains_changes_no_bit(
 def test_trees_have_the_bits_of_chains(
     exported: Export, kind: str, speculation: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No path is cut, with caches of all types and with int8 and float32 activations."""
+    """No path is cut. This holds with caches of all types, and with int8 and float32
+    activations."""
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda *_: 1 / 0)
     for activations, kv_cache_dtype in (
         ("int8", "float32"),

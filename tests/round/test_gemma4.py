@@ -1,6 +1,6 @@
-"""Gemma 4: layers of different shapes, layers that read the keys and values of other layers, and
-per-layer inputs. The tests run on each backend, with chains, trees, batches, prompts in pieces, and
-kept beginnings."""
+"""Tests of Gemma 4. It has layers of different shapes, layers that read the keys and values of
+other layers, and per-layer inputs. The tests run on each backend, with chains, trees, batches,
+prompts in pieces, and kept beginnings."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,5 @@
-"""The sampling options of ``generation_config.json`` are the default. Explicit options take
-precedence, and ignored options are reported."""
+"""Tests that the sampling options of ``generation_config.json`` are the default. Explicit options
+take precedence, and ignored options are reported."""
 
 import json
 import shutil
@@ -189,7 +189,7 @@ def test_explicit_options_win(sampled: Path) -> None:
 def test_options_that_are_not_applied_are_named(
     text_model: Path, engine_copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every command that loads an engine directory names them, and so does the export."""
+    """Every command that loads an engine directory names these options, and so does the export."""
     config = {"no_repeat_ngram_size": 3, "num_beams": 2}
     words = "not applied: no_repeat_ngram_size, num_beams; transformers"
     eesd_run(with_config(engine_copy, config), "--generation-config", "none")

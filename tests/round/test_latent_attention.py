@@ -1,5 +1,5 @@
-"""Latent attention: rows that are keys and values at once, on each backend, in chains and trees,
-batches, pieces of prompts and kept beginnings."""
+"""Tests of latent attention, whose cached rows are keys and values at the same time. The tests run
+on each backend, with chains, trees, batches, prompts in pieces, and kept beginnings."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +53,8 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def fill(path: Path) -> None:
-    """A model, and a head of copied layers: the draft leaves out layers of small weights."""
+    """Write a model, and a head of copied layers. The draft leaves out layers whose weights are
+    small."""
     model = FamilyCase("deepseek_v3", CONFIG, 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -129,7 +130,7 @@ def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path
 def test_a_token_takes_a_row_in_the_cache(place: Path) -> None:
     manifest = load_manifest(place / "plans")
     geometry = manifest.geometry
-    assert (geometry.num_kv_heads, geometry.cache_columns) == (1, 28)  # 20 + 6, padded
+    assert (geometry.num_kv_heads, geometry.cache_columns) == (1, 28)  # 20 + 6 columns, padded
     assert manifest.num_caches == 6
     with pytest.raises(EESDError, match="latent attention"):
         manifest.on_rank(2)

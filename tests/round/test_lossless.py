@@ -1,4 +1,5 @@
-"""Drafting changes only the speed: tokens, ends and cache are the same with every controller."""
+"""Tests that drafting changes only the speed. The tokens, the ends of texts and the cache are the
+same with every controller."""
 
 import json
 from collections import Counter
@@ -46,7 +47,7 @@ CONTROLLERS = {
     "cost-aware-ts": "default_harness",
     "random": "harness",
 }
-"""The fixture with the engine of each case. Half of the cases run on the default engine, half on
+"""The name of the fixture that each case uses. Half of the cases run on the default engine, half on
 ONNX Runtime's own operators."""
 ENGINES = pytest.mark.parametrize(
     ("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")]
@@ -74,7 +75,7 @@ def test_drafting_gives_the_tokens_of_plain_decoding(
     for prompt in PROMPTS:
         stats = check_same_tokens(either, prompt, SAMPLINGS[name], controller(spec), width)
         totals.update(accepted=stats.accepted_tokens, judged=sum(stats.verified_at_depth))
-    by_clock = spec == "cost-aware-ts"  # all its drafts may be accepted
+    by_clock = spec == "cost-aware-ts"  # all drafts of this controller may be accepted
     assert 0 < totals["accepted"] < totals["judged"] + by_clock, (
         "acceptance and rejection must both occur"
     )
@@ -206,7 +207,7 @@ def test_statistics_add_up(harness: Harness, width: int) -> None:
 
 
 def accepted_token(session: Session) -> int:
-    """A token that first occurs inside an accepted path."""
+    """Returns a token that first occurs inside an accepted path."""
     seen: set[int] = set()
     for number, result in enumerate(finish(session)):
         inside = [token for token in result.tokens[:-2] if token not in seen]
@@ -305,8 +306,8 @@ def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> N
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
-    """The run is compared with one that always drafts. From the first position after the pause at
-    which both begin a round, the runs are equal."""
+    """The test compares this run with a run that always drafts. After the pause there is a first
+    position at which both runs begin a round. From this position on, the runs are equal."""
     always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
     rested = harness.session(
         PROMPTS[0],

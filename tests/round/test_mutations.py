@@ -1,4 +1,5 @@
-"""The classic mistakes of speculative decoding, made on purpose. Each must make its check fail.
+"""Tests that make the classic mistakes of speculative decoding on purpose. Each mistake must make
+its check fail.
 
 Most mutants are the runtime's own source with one expression replaced. If the runtime changes such
 an expression, the test fails until its mutation is adapted. So every mutation always tests
@@ -67,7 +68,7 @@ REJECTION = Sampling(temperature=1.0, method="rejection")
 
 
 def caught() -> AbstractContextManager[Any]:
-    """The check must fail, and for the proper reason."""
+    """Check that the check fails, and that it fails for the right reason."""
     return pytest.raises(
         AssertionError,
         match=r"not follow|changed the tokens|changed the logits|Not equal to tolerance|miscounted",
@@ -205,7 +206,7 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
 
 
 def trimming(draft: Callable[..., None]) -> Callable[..., None]:
-    """Drops the last drafted token because of its value."""
+    """A mistake that drops the last drafted token because of its value."""
 
     def trimmed(rounds: Sequence[Round], policy: Policy) -> None:
         draft(rounds, policy)
@@ -237,7 +238,8 @@ def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
 
 
 def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
-    """With p = (.5, .5), q = (.9, .1), and a drafted 1 discarded, 0 has the probability .55."""
+    """Here p = (.5, .5) and q = (.9, .1). If a drafted 1 is discarded, the token 0 has the
+    probability .55."""
     p = np.log(np.array([[0.5, 0.5]] * 2, np.float32))
     q = np.log(np.array([[0.9, 0.1]], np.float32))
     zeros = {True: 0, False: 0}
@@ -327,7 +329,7 @@ def test_a_mistake_with_text_is_caught(
 
 
 def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
-    """Temperature after top-k, top-p and min-p."""
+    """A mistake that applies the temperature after top-k, top-p and min-p."""
     kept = sampling.warp(logits, replace(options, temperature=1.0))
     return sampling.normalize(kept / options.temperature)
 
@@ -426,8 +428,8 @@ def test_a_penalty_that_forgets_the_draft_is_caught(
 
 
 def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
-    """A verify pass that does not fill the exit head's cache: the tokens are right, the next drafts
-    are wrong."""
+    """If a verify pass does not fill the exit head's cache, the tokens are right, but the next
+    drafts are wrong."""
     workspace = harness.workspace()
     exit_cache = harness.manifest.geometry.num_layers
     kv_cache = workspace.kv_cache
@@ -454,7 +456,7 @@ def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
 
 
 def last_bit(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
-    """Changes the last bit of one logit in calls of several tokens."""
+    """An engine that changes the last bit of one logit in calls of several tokens."""
     if len(tokens) > 1:
         outputs.logits[-1, 5] = np.nextafter(outputs.logits[-1, 5], np.float32(np.inf))
 
@@ -470,8 +472,8 @@ def test_one_changed_bit_of_a_logit_is_caught(
 
 
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
-    """Engines whose verify graph keeps heads separate, as the draft graph does: one token's
-    attention then has a single query."""
+    """Export engines whose verify graph keeps heads separate, as the draft graph does. The
+    attention of one token then has a single query."""
     monkeypatch.setattr(OnnxOperations, "_folded", lambda *_: False)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256)

@@ -1,4 +1,5 @@
-"""Everything except exporting works without torch and the packages for exporting."""
+"""Tests that everything except exporting works without torch and without the packages for
+exporting."""
 
 import json
 import subprocess

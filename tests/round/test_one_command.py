@@ -1,5 +1,5 @@
-"""``--model``: the first start exports into a cache and runs; later starts run the cached engines.
-Also ``eesd-cache``."""
+"""Tests of the option ``--model``. The first start exports the model into a cache and runs it.
+Later starts run the cached engines. Also ``eesd-cache``."""
 
 import json
 import os
@@ -69,8 +69,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def first(shared: Shared, text_model: Path) -> Path:
-    """The results of a first start in a process like a user's: ``cache``, ``stdout`` and
-    ``stderr``."""
+    """A directory with the results of a first start (``cache``, ``stdout`` and ``stderr``). The
+    start runs in a separate process, as for a user."""
 
     def fill(path: Path) -> None:
         with python(RUN, "--model", text_model, *ASK, "--cache-dir", path / "cache") as process:
@@ -98,7 +98,7 @@ def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
 
 
 def request(cache: Path, model: Path) -> str:
-    """The arguments of the process that exports."""
+    """Returns the arguments of the process that exports."""
     place = caches.place_of(cache, str(model), model, KEY | {"packed": True}, None)
     return prepare.command_of(place, str(model), KEY, packed=True)[-1]
 
@@ -296,7 +296,7 @@ def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
 
 
 def test_weights_of_another_model_are_exported_again(model: Path, place: Path) -> None:
-    """Two models of one shape have the same graphs, so their builds have the same name."""
+    """Two models of the same shape have the same graphs, so their builds have the same name."""
     weights = load_file(model / "model.safetensors")
     other = {name: -values for name, values in weights.items()}
     save_file(other, model / "model.safetensors", {"format": "pt"})

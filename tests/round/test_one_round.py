@@ -1,5 +1,6 @@
-"""``examples/one_round.py`` and ``examples/embedding/cpp``, which are rounds without optimizations,
-are oracles for the runtime. ``examples/embedding/controllers.py`` has a loop that is not EESD's."""
+"""Tests that compare the runtime with ``examples/one_round.py`` and ``examples/embedding/cpp``,
+which run rounds without optimizations. ``examples/embedding/controllers.py`` uses the controllers
+in a loop that is not EESD's."""
 
 import json
 import shutil
@@ -101,9 +102,9 @@ def test_another_loop_needs_no_engine_and_the_default_controller_is_fastest() ->
 
 
 class Gpu:
-    """Answers ``tests/support/tensorrt/fake.cpp``: each line names a method of the fake of
-    TensorRT's Python API, and has the number of an object and the arguments. A call is checked at
-    once, but computed only when the program waits."""
+    """Answers the requests of ``tests/support/tensorrt/fake.cpp``. Each line has the name of a
+    method of the fake of TensorRT's Python API, the number of an object, and the arguments. A call
+    is checked at once, but it is computed only when the program waits."""
 
     def __init__(self) -> None:
         self._trt = fake.module("tensorrt")
@@ -112,7 +113,8 @@ class Gpu:
         self._objects: list[Any] = [self._trt.Runtime(make_logger(self._trt, self._errors))]
 
     def run(self, program: Path, *arguments: object) -> tuple[int, str, str]:
-        """Run a program with the socket as standard input. Returns exit code, output and errors."""
+        """Run a program with the socket as standard input. Returns the exit code, the output and
+        the errors."""
         self._memory = np.memmap(program.with_name("device"), np.uint8, "w+", shape=1 << 28)
         ours, theirs = socket.socketpair()
         command = [str(program), *map(str, arguments)]
@@ -270,8 +272,8 @@ def test_the_program_refuses_in_a_sentence(
 
 
 def test_the_program_survives_damaged_manifests(plans: Path, program: Path) -> None:
-    """Missing, doubled or exchanged pieces end in a sentence, or do not affect what the program
-    reads."""
+    """If pieces are missing, doubled or exchanged, the program ends with a sentence, or the damage
+    does not affect what it reads."""
     path = plans / MANIFEST_FILE
     random = Random(0)
     gpu = Gpu()

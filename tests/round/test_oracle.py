@@ -1,4 +1,5 @@
-"""transformers is the oracle: a checkpoint gives the tokens of transformers, or is refused."""
+"""Tests that use transformers as the oracle. A checkpoint gives the tokens of transformers, or it
+is refused."""
 
 import json
 import logging
@@ -81,7 +82,7 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
     positions = torch.arange(131072)[None]
     reference: Any = LlamaRotaryEmbedding(config)
     tables = rotary_tables(load_config(tmp_path).geometry, 131072)
-    # Error of an angle that the last bit of its frequency causes.
+    # The last bit of a frequency causes this error of the angle.
     step = positions[0, :, None].numpy() * np.spacing(reference.inv_freq.numpy())
     for ours, theirs in zip(tables, reference(torch.zeros(1), positions), strict=True):
         difference = np.abs(ours - theirs[0, :, :64].numpy()) / reference.attention_scaling
@@ -91,8 +92,8 @@ def test_rotary_tables_are_those_of_transformers(tmp_path: Path, name: str, thet
 
 
 def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Logits of transformers, and its greedy tokens after the first few, with its own KV cache;
-    None if it cannot run."""
+    """Returns the logits of transformers, and the greedy tokens that it generates after the first
+    few tokens with its own KV cache. Returns None if transformers cannot run the model."""
     try:
         reference: Any = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -122,7 +123,8 @@ def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
-    """``exact``, ``refused`` or ``different``, and the number of tokens that were compared."""
+    """Returns ``exact``, ``refused`` or ``different``, and the number of tokens that were
+    compared."""
     case.write(directory)
     try:
         checkpoint = Checkpoint(directory)
@@ -151,8 +153,8 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
 
 
 def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
-    """Judge all cases; none may give different tokens. Returns the numbers of exact and of refused
-    cases."""
+    """Judge all cases, and check that no case gives different tokens. Returns the number of exact
+    cases and the number of refused cases."""
     results = Counter[str]()
     tokens = 0
     different = list[str]()
@@ -180,7 +182,7 @@ def test_a_checkpoint_is_computed_as_transformers_does_or_refused(
 
 
 def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens of transformers."""
+    """Returns the greedy tokens of transformers."""
     # transformers' default implementation of experts does not accept odd sizes on a CPU.
     reference: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, experts_implementation="eager"
@@ -194,8 +196,8 @@ def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("number", slow_but(list(range(16)), 0, 3))
 def test_exported_engines_generate_the_tokens_of_transformers(tmp_path: Path, number: int) -> None:
-    """All steps from config.json to tokens: the export with its check, ONNX Runtime, and
-    drafting."""
+    """The test runs all steps from config.json to tokens. These are the export with its check, ONNX
+    Runtime, and drafting."""
     supported = (
         case for case in cases(100, seed=8) if _is_supported(case, tmp_path / f"trial-{case.seed}")
     )
@@ -230,7 +232,7 @@ def _is_supported(case: Case, directory: Path) -> bool:
 
 
 FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
-"""Number of checkpoints of each family in the thorough grid; 0 for the usual numbers."""
+"""The number of checkpoints of each family in the thorough grid, or 0 for the usual numbers."""
 
 
 def test_internlm3_as_published_is_that_of_transformers(tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_a_family_is_computed_as_transformers_does(
 def test_an_exported_family_generates_the_tokens_of_transformers(
     tmp_path: Path, model_type: str, number: int
 ) -> None:
-    """A random head with the family's own blocks drafts trees; plain decoding gives the same
+    """A random head with the family's own blocks drafts trees. Plain decoding gives the same
     tokens."""
     case = family_cases(model_type, 3, seed=3)[number]
     model = case.write(tmp_path / "model")
@@ -304,8 +306,8 @@ def test_an_exported_family_generates_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gemma2"))
 def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> None:
-    """The targets of the model's own engine equal those of its torch modules, and the head
-    drafts."""
+    """The targets from the model's own engine equal the targets from its torch modules, and the
+    head can draft."""
     case = next(
         case
         for case in family_cases(model_type, 9, seed=4)

@@ -1,5 +1,5 @@
-"""Logit bias, penalties for presence and frequency, and end tokens follow their definitions,
-whatever is drafted."""
+"""Tests that the logit bias, the penalties for presence and frequency, and the end tokens follow
+their definitions, whatever is drafted."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,7 +48,8 @@ def plain(request: pytest.FixtureRequest, engine: Path) -> LLM:
 
 
 def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
-    """Greedy tokens, chosen one by one from the model's logits, by definition."""
+    """Returns greedy tokens. They are chosen one by one from the model's logits, as the definitions
+    of the options say."""
     tokens = list(PROMPT)
     for _ in range(COUNT):
         with llm.session(tokens, max_new_tokens=1) as session:
@@ -70,8 +71,8 @@ def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def definition(engine: Path) -> Callable[[str], list[int]]:
-    """A function that returns the tokens that named options give by definition. They are computed
-    only once."""
+    """Returns a function that takes the name of options and gives the tokens that follow from their
+    definition. They are computed only once."""
     llm = eesd.load(engine, "ort", speculation=None, threads=1)
     return cache(lambda name: by_definition(llm, OPTIONS[name]))
 
@@ -111,8 +112,8 @@ def test_coupled_sampling_gives_the_same_text_with_drafts(engine: Path, name: st
 def test_rejection_sampling_obeys_them(
     engine: Path, name: str, definition: Callable[[str], list[int]]
 ) -> None:
-    """Near temperature 0 the sampler is greedy: the options affect the verifier's and the draft's
-    distributions."""
+    """If the temperature is close to 0, the sampler is greedy. The options affect the distributions
+    of the verifier and of the draft."""
     drafting = eesd.load(engine, "ort", speculation=DRAFTING["chain"], threads=1)
     cold = Sampling(**OPTIONS[name], temperature=1e-4, method="rejection", seed=3)
     assert drafting.generate(
@@ -123,7 +124,7 @@ def test_rejection_sampling_obeys_them(
 @pytest.mark.parametrize("name", ["presence", "bias", "all"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperature: float) -> None:
-    """Tokens without a column are left out; all other tokens keep their biases."""
+    """Tokens without a column are left out, and all other tokens keep their biases."""
     options = OPTIONS[name] | (
         {"logit_bias": {5: 2.0, 6: 2.5, 96: 1.0, 95: 3.0}} if "logit_bias" in OPTIONS[name] else {}
     )

@@ -1,5 +1,5 @@
-"""A prefill writes the same keys and values as any other call, and computes logits for one token
-only."""
+"""Tests that a prefill writes the same keys and values as any other call, and that it computes the
+logits of only one token."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ BACKENDS = ["ort", "torch"]
 def verify_logits(
     harness: Harness, tokens: Sequence[int], rows: Sequence[int]
 ) -> NDArray[np.float32]:
-    """The logits [R, V] of the verify graph for these rows."""
+    """Returns the logits [R, V] of the verify graph for these rows."""
     (graph,) = harness.manifest.verify
     count = len(tokens)
     slots = 64
@@ -125,7 +125,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
 
 
 class NoLogits(Wrapped):
-    """An engine that takes prompts only."""
+    """An engine that accepts only prompts."""
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         assert not any(call.logits for call in calls), "a pass with logits"

@@ -1,6 +1,6 @@
-"""Short convolutions (LFM2) and the gated delta rule (Qwen3.5): the states of rejected tokens leave
-no trace. This holds on each backend, with chains, trees, batches, prompts in pieces, and kept
-beginnings."""
+"""Tests of short convolutions (LFM2) and the gated delta rule (Qwen3.5). The states of rejected
+tokens have no effect on later tokens. This holds on each backend, with chains, trees, batches,
+prompts in pieces, and kept beginnings."""
 
 import json
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class Kind(NamedTuple):
     """A recurrent layer.
 
     Attributes:
-        model_type: A family with recurrent layers.
-        options: Options of its config.
+        model_type: The name of a family with recurrent layers.
+        options: Options of the family's config.
         outputs: Modules of a block that write into the hidden states.
         norm: The last norm.
         caches: Caches of a layer's states.
@@ -94,8 +94,8 @@ KINDS = {
 
 
 def fill(kind: Kind, path: Path) -> None:
-    """Write a model, and a head that is its last layer. The draft skips a recurrent layer whose
-    weights are small."""
+    """Write a model, and a head that is a copy of the model's last layer. The draft skips a
+    recurrent layer whose weights are small."""
     model = FamilyCase(kind.model_type, SIZES | kind.options, 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

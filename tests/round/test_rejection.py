@@ -1,5 +1,5 @@
-"""Rejection sampling is exact: all outcomes of a five-token vocabulary have the verifier's joint
-distribution."""
+"""Tests that rejection sampling is exact. All outcomes of a five-token vocabulary have the
+verifier's joint distribution."""
 
 from collections import Counter
 from itertools import product

@@ -1,5 +1,5 @@
-"""Distributions from logits, compared with the plain definitions; and the noise that chooses a
-token."""
+"""Tests that compare the distributions that are computed from logits with the plain definitions.
+Other tests check the noise that chooses a token."""
 
 from typing import Any
 
@@ -61,8 +61,8 @@ def test_the_nucleus_of_a_large_vocabulary_is_exact(top_p: float) -> None:
 
 def test_each_filter_works_on_what_the_ones_before_it_left() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Among the top two, .4 becomes .571, so a nucleus of .5 holds only that token; without top-k it
-    # takes both.
+    # If only the top two tokens are left, .4 becomes .571, so a nucleus of .5 contains only that
+    # token. Without top-k, the nucleus contains both.
     assert distribution(logits, Sampling(temperature=1.0, top_k=2, top_p=0.5)).tolist() == [
         1,
         0,
@@ -72,7 +72,8 @@ def test_each_filter_works_on_what_the_ones_before_it_left() -> None:
     assert distribution(logits, Sampling(temperature=1.0, top_p=0.5)) == pytest.approx(
         [4 / 7, 3 / 7, 0, 0]
     )
-    # Temperature 2 flattens first: .4 becomes .326, and a nucleus of .4 needs two tokens.
+    # The temperature of 2 flattens the distribution first. The value .4 becomes .326, so a nucleus
+    # of .4 needs two tokens.
     assert np.count_nonzero(distribution(logits, Sampling(temperature=2.0, top_p=0.4))) == 2
     assert np.count_nonzero(distribution(logits, Sampling(temperature=1.0, min_p=0.6))) == 2
 

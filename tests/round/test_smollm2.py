@@ -1,5 +1,5 @@
-"""The example SmolLM2-135M: only the pinned model file is accepted, its exit head fits, and
-drafting changes no bit."""
+"""Tests of the example SmolLM2-135M. Only the pinned model file is accepted, its exit head fits,
+and drafting changes no bit."""
 
 import os
 import subprocess
@@ -99,6 +99,6 @@ def test_drafting_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
                     sampling,
                     question,
                 )
-    # The default depends on the clock.
+    # The default controller depends on the clock.
     always = load(plans, speculation=Speculation("fixed:k=4", drafter="exit", guard=False))
     assert always.generate(prompt, Sampling(), max_new_tokens=64).stats.tokens_per_round > 1.5

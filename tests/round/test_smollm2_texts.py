@@ -1,5 +1,5 @@
-"""The texts that ``lab/smollm2/texts.py`` and ``prompts.py`` make from packages and checkouts
-contain no questions of the test sets."""
+"""Tests of the texts that ``lab/smollm2/texts.py`` and ``prompts.py`` make from packages and
+checkouts. These texts contain no questions of the test sets."""
 
 import gzip
 import json

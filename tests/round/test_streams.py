@@ -1,5 +1,5 @@
-"""Signals, and standard streams that are closed, full or broken, give one sentence or the shell's
-exit codes, never a traceback."""
+"""Tests that signals, and standard streams that are closed, full or broken, lead to one sentence or
+to the shell's exit codes. They never lead to a traceback."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ TOO_LATE = 60
 
 
 def start(name: str, *arguments: object) -> list[str]:
-    """The command line with which a script starts a command."""
+    """Returns the command line with which a script starts a command."""
     return [
         sys.executable,
         "-c",
@@ -128,8 +128,8 @@ def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
 
 
 def interruptible(line: list[str], **settings: Any) -> subprocess.Popen[str]:
-    """A process that Ctrl-C and a hang-up end, even if these tests run in the background, where
-    both signals are ignored."""
+    """Start a process that Ctrl-C and a hang-up end. This works even if these tests run in the
+    background, where both signals are ignored."""
     ended_by = (signal.SIGINT, signal.SIGHUP)
     return subprocess.Popen(
         line,
@@ -257,7 +257,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
 
 
 def on_terminal(line: list[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and output of a command on a terminal without input."""
+    """Returns the exit code and the output of a command on a terminal without input."""
     main, other = pty.openpty()
     process = subprocess.Popen(
         line, stdin=other, stdout=other, stderr=other, env=os.environ | (environment or {})

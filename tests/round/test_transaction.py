@@ -1,4 +1,4 @@
-"""An interrupted round leaves nothing behind: the session continues, and ends with the same
+"""Tests that an interrupted round has no effect. The session continues, and ends with the same
 tokens."""
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ NEW_TOKENS = 24
 
 
 class Failure:
-    """Raises at the ``at``-th call, and never again."""
+    """Raises an error at the ``at``-th call, and never again."""
 
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self._left = at
@@ -67,7 +67,7 @@ def snapshot(session: Session) -> dict[str, Any]:
 
 
 def finish_despite(session: Session, error: type[BaseException]) -> int:
-    """Run to the end, and continue after errors. Returns the number of errors."""
+    """Run the session to its end, and continue after errors. Returns the number of errors."""
     raised = 0
     while session.finish_reason is None:
         before = snapshot(session)
@@ -159,7 +159,7 @@ def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
 
 
 class BrokenController(RandomStop):
-    """Raises once, in a decision or in an observation."""
+    """A controller that raises an error once, in a decision or in an observation."""
 
     def __init__(
         self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None
@@ -248,7 +248,8 @@ def test_a_cancelled_round_is_not_observed(harness: Harness) -> None:
 def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(
     harness: Harness, width: int, rounds: int
 ) -> None:
-    """Ctrl-C may come anywhere: tokens and counts stay consistent, also within the commit."""
+    """Ctrl-C may come at any line, even within the commit. The tokens and the counts stay
+    consistent."""
     controller: Controller = make_controller("fixed:k=3")
 
     def make() -> Session:

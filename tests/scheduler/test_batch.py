@@ -1,4 +1,4 @@
-"""The batch: every request has the bits that it has alone, whatever other requests run."""
+"""Tests of the batch. Every request has the bits that it has alone, whatever other requests run."""
 
 import os
 import threading
@@ -195,8 +195,9 @@ def test_short_prompts_pass_long_ones_and_hold_them_up_little(
 def test_prompts_beside_many_rows_take_no_more_time_than_they(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int, stretch: int, prompts: int
 ) -> None:
-    """Costs are given, not measured: 20 ms for a plain round, ``stretch`` times that with drafts, 1
-    ms for a token of a prompt, and 10 us for each slot before it."""
+    """The costs are given and not measured. A plain round takes 20 ms, and a round with drafts
+    takes ``stretch`` times that. A token of a prompt takes 1 ms, plus 10 us for each slot before
+    it."""
     scheduler = Scheduler(
         llm, replace(OPTIONS, max_rows=rows + prompts, prefill_tokens=96, prefix_memory=0, levels=0)
     )
@@ -395,7 +396,7 @@ def test_forced_tokens_are_a_draft_for_nothing(llm: LLM) -> None:
 
 
 class Broken:
-    """Fails after some tokens."""
+    """A constraint that fails after some tokens."""
 
     def allowed(self, tokens: Sequence[int]) -> None:
         if len(tokens) > 5:

@@ -1,5 +1,5 @@
-"""Batches of engines that are not exact: calls have only the nodes and slots that the longest row
-needs, and the tokens are those of plain decoding."""
+"""Tests of batches of engines that are not exact. Their calls have only the nodes and slots that
+the longest row needs, and the tokens equal the tokens of plain decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,19 +35,19 @@ from eesd.runtime.request import Request
 from eesd.serve.cli import main as serve_main
 
 BUCKETS = (1, 2, 4, 13)
-"""Buckets of calls of several rows, for rounds of up to 13 nodes."""
+"""The node counts of calls of several rows, if rounds have up to 13 nodes."""
 CHAINS = Speculation()
 TREES = Speculation(tree=3)
 
 
 @dataclass
 class Steps:
-    """Recorded calls over several rows, each as (rows, nodes, slots), and the calls that the
-    longest rows need.
+    """Recorded calls over several rows, and the calls that the longest rows need. Each call is a
+    tuple (rows, nodes, slots).
 
     Attributes:
         verify, draft: The calls of each engine.
-        needed: The verify calls by the documented rule.
+        needed: The verify calls that the documented rule requires.
         captures: Number of captured CUDA graphs.
     """
 
@@ -64,7 +64,8 @@ class Steps:
 
 @contextmanager
 def noted(slots: Sequence[int]) -> Iterator[Steps]:
-    """Note what engines run. ``slots``: number of slots that attention may read."""
+    """Record the calls of the engines. ``slots`` has the numbers of slots that attention may
+    read."""
     steps = Steps()
     step = DeviceEngine._step
     run_calls = DeviceEngine._run
@@ -99,7 +100,7 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
 
 
 def few(count: int) -> list[Request]:
-    """Short and long requests whose tokens do not depend on the lengths of drafts."""
+    """Returns short and long requests whose tokens do not depend on the lengths of drafts."""
     given = [
         request
         for request in requests(60)
@@ -127,8 +128,8 @@ def planned(shared: Shared) -> Path:
 
 
 def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Scheduler]:
-    """Run a batch on a fake GPU whose work is done late, and return the calls after the
-    preparation. The tokens are those of plain decoding."""
+    """Run a batch on a fake GPU whose work is done late, and check that the tokens are the tokens
+    of plain decoding. Returns the calls after the preparation."""
     given = few(7)
     plain = load(planned, "ort", threads=1)
     with late_llm(planned, setting, seed=0) as (machine, llm), noted((16, 48, 112)) as steps:
@@ -213,7 +214,7 @@ def pad(patch: pytest.MonkeyPatch) -> None:
 
 
 SLOTS = (48, 96, 192, 400)
-"""The numbers of slots that attention may read in the harness's caches."""
+"""Attention may read these numbers of slots in the harness's caches."""
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ SLOTS = (48, 96, 192, 400)
 def test_tokens_are_those_of_plain_decoding_on_the_cpu(
     harness: Harness, speculation: Speculation, levels: int | None
 ) -> None:
-    """The tests have chains, trees and all samplings, and short and long rows."""
+    """The tests use chains, trees and all kinds of sampling, and both short and long rows."""
     given = [
         replace(request, max_new_tokens=min(request.max_new_tokens, 30))
         for request in requests(12, seed=5)
@@ -246,7 +247,7 @@ def test_tokens_are_those_of_plain_decoding_on_the_cpu(
 
 
 def call(llm: LLM, kv_cache: Any, length: int, count: int) -> Call:
-    """A call with ``count`` nodes, in a row that has a text of ``length`` tokens."""
+    """Returns a call with ``count`` nodes, in a row that has a text of ``length`` tokens."""
     llm.engines.verify.forward(
         [Call(kv_cache, [7, *range(3, length + 2)], range(length), 0, logits=False)]
     )
@@ -273,8 +274,8 @@ def test_within_a_bucket_a_row_has_the_same_bits_whatever_is_beside_it(harness: 
 
 
 def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
-    """Calls have all rows, padded to the bucket of the longest row, so three nodes cost as much as
-    four."""
+    """Every call has all rows, and each row is padded to the bucket of the longest row. Three nodes
+    therefore cost the same as four."""
     with padded_device(harness.directory) as llm:
         verify = llm.engines.verify
         rule = Scheduler(llm, OPTIONS).rule
@@ -387,7 +388,7 @@ def test_a_mistake_is_noticed(
 def test_the_server_runs_a_batch_that_is_not_exact(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``eesd-serve --no-exact`` on a device."""
+    """The test uses a device as ``eesd-serve --no-exact`` does."""
     pad(monkeypatch)
     found: list[list[int]] = []
     request = Request(tokens=[5, 9, 3], max_new_tokens=20, ignore_eos=True)

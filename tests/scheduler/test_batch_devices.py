@@ -1,5 +1,5 @@
-"""Batches with the engine that torch and the GPU backends share: every request has the tokens that
-it has alone."""
+"""Tests of batches with the engine that torch and the GPU backends share. Every request gets the
+tokens that it gets alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def llm(harness: Harness) -> LLM:
 
 @pytest.fixture(scope="module")
 def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The same model with a verify graph in three stages, each with separate caches."""
+    """The same model with a verify graph in three stages. Each stage has separate caches."""
     model = harness.directory.parent / "model"
     directory = tiny_models.export_tiny(
         model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3
@@ -46,7 +46,7 @@ def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The same model with all its layers in 4 bits as the draft."""
+    """The same model. Its draft is all its layers in 4 bits."""
     model = harness.directory.parent / "model"
     directory = tiny_models.export_tiny(
         model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True
@@ -209,7 +209,7 @@ def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
     assert {record.reason for record in records} <= {"length", "stop"}
     exactness = Exactness(llm.manifest)
     exactness.check(llm.engines.verify)
-    # On other processors the tokens depend on the pieces of a prompt, also without a batch.
+    # On other processors the tokens depend on the pieces of a prompt, even without a batch.
     if not exactness.chains.differing:
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
 
@@ -228,12 +228,12 @@ def planned(shared: Shared) -> Path:
 
 @pytest.fixture(scope="module")
 def planned_whole(shared: Shared) -> Path:
-    """The same, with a draft that is all layers in 4 bits."""
+    """An engine directory like ``planned`` whose draft is all layers in 4 bits."""
     return shared("late-rows-whole", partial(fill, whole=True)) / "plans"
 
 
 def few(count: int) -> list[Request]:
-    """Requests whose tokens do not depend on the lengths of drafts."""
+    """Returns requests whose tokens do not depend on the lengths of drafts."""
     given = [
         request
         for request in requests(40)
@@ -252,8 +252,8 @@ def few(count: int) -> list[Request]:
 def test_rows_on_a_gpu_whose_work_is_late(
     name: str, cuda_graphs: bool, request: pytest.FixtureRequest
 ) -> None:
-    """With plans, every call has all rows and one node count, is captured once, and follows the
-    rules of CUDA and TensorRT."""
+    """With plans, every call has all rows, and all rows have the same node count. Each kind of call
+    is captured once. The calls follow the rules of CUDA and TensorRT."""
     planned = request.getfixturevalue(name)
     given = few(6)
     plain = load(planned, "ort", threads=1)

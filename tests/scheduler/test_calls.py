@@ -1,5 +1,5 @@
-"""Calls of several sequences in one pass: the bits of each token are the same as alone, and prompts
-run together with decoding rows."""
+"""Tests of calls that process several sequences in one pass. The bits of each token are the same as
+in a separate call, and prompts run together with decoding rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,16 +24,16 @@ from eesd.runtime.request import Request
 from eesd.runtime.session import Session
 
 TEXTS = (37, 5, 90)
-"""Lengths of the texts, in tokens."""
+"""The lengths of the texts in tokens."""
 
 
 def load_own(directory: Path) -> LLM:
-    """With this project's operators."""
+    """Load the directory with this project's operators."""
     return load(directory, "ort", threads=1)
 
 
 def load_standard(directory: Path) -> LLM:
-    """With ONNX Runtime's own operators."""
+    """Load the directory with ONNX Runtime's own operators."""
     if load_manifest(directory).dtype != "float32":
         pytest.skip("they run float32 engines")
     with without_operators():
@@ -59,7 +59,7 @@ def engine(llm: LLM) -> Any:
 
 
 class Texts:
-    """Texts in caches. The results of separate calls are the expected ones."""
+    """Texts in caches. The expected results are the results of separate calls."""
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.engines.verify
@@ -80,7 +80,8 @@ class Texts:
         )
 
     def tree(self, text: int) -> Call:
-        """A root with a branch of two nodes and one of a single node."""
+        """Returns a root with two branches. One branch has two nodes, and the other has one
+        node."""
         start = TEXTS[text]
         mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], np.bool_)
         return Call(
@@ -93,8 +94,8 @@ class Texts:
         )
 
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The bits that the text's call gives when it runs alone, and the values that it writes,
-        which are then removed."""
+        """Returns the bits that a call gives when it runs alone, and the values that it writes.
+        These values are then removed from the cache."""
         [outputs] = self.engine.forward([call])
         found = bits(outputs)
         written = self.written(call)
@@ -178,7 +179,7 @@ def test_a_call_without_tokens_is_refused(llm: LLM) -> None:
 
 
 class Noted:
-    """The calls of a test: those with logits, and those of prompts."""
+    """Records the calls with logits and the calls of prompts in a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Any, verify: Any) -> None:
         self.calls: list[tuple[int, int]] = []

@@ -1,5 +1,5 @@
-"""``eesd-inspect --memory`` agrees with real graphs and KV caches, and docs/70b.md shows its
-output."""
+"""Tests that ``eesd-inspect --memory`` agrees with real graphs and KV caches, and that docs/70b.md
+shows its output."""
 
 import json
 import re
@@ -166,14 +166,14 @@ def test_options_without_memory_and_too_few_slots_are_refused(staged: Path) -> N
 
 @pytest.fixture(scope="module")
 def checkpoint_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the geometry of Llama 2 70B: 15 sparse shards."""
+    """A checkpoint with the geometry of Llama 2 70B. It consists of 15 sparse shards."""
     return write_checkpoint(
         tmp_path_factory.mktemp("large") / "llama-70b", LLAMA_70B, shards=15, sparse=True
     )
 
 
 def page(command: str) -> str:
-    """The output of a command in docs/70b.md."""
+    """Returns the output of a command that docs/70b.md shows."""
     _, found = PAGE.read_text().split(f"    $ {command}\n")
     shown = takewhile(lambda line: not line or line.startswith("    "), found.splitlines())
     block = "\n".join(line.removeprefix("    ").rstrip() for line in shown)
@@ -196,7 +196,7 @@ def test_page_on_70b_shows_the_estimates_of_one_device_in_int4() -> None:
 
 
 def total_without_sharing(manifest: Manifest, over_devices: Callable[[list[int]], int]) -> str:
-    """Memory over all devices if the draft has its own copy of the weights."""
+    """Returns the memory over all devices if the draft had its own copy of the weights."""
     devices = estimate_memory(manifest, 1)
     return format_bytes(over_devices([device.total + device.shared_weights for device in devices]))
 
