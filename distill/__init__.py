@@ -1,6 +1,6 @@
 """Self-distillation of an exit head (``eesd-distill``).
 
-The modules in reading order. Each module imports only from the modules above it.
+These are the modules in reading order. Each module imports only from the modules above it.
 
 * ``options``: the options of a run and their checks.
 * ``data``: token rows read from files, and the order in which batches use them.

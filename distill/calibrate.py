@@ -19,22 +19,22 @@ from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 SCORES = ("accept", "following")
-"""Fields of the prior. ``accept`` predicts whether a drafted token is accepted, ``following``
-whether the next drafted token is accepted, too."""
+"""Fields of the prior. ``accept`` predicts whether a drafted token is accepted. ``following``
+predicts whether the next drafted token is accepted, too."""
 FOLDS = 4
-"""Folds of the cross-validation over texts."""
+"""Number of folds in the cross-validation over texts."""
 REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Candidate standard deviations of the request offset. With larger values, an offset can fall so
-low that nothing is drafted; then no label can raise the offset again."""
+low that nothing is drafted. No label can then raise the offset again."""
 MIN_GAIN = 0.005
 """Smallest fraction by which a standard deviation must lower the loss. Smaller gains made sampling
 slower."""
 BINS = 10
-"""Bins of the expected calibration error, all of equal width."""
+"""Number of bins of the expected calibration error. All bins have the same width."""
 
 Floats = NDArray[np.float64]
 LabelledRound = list[tuple[tuple[float, ...], bool]]
-"""Features and label of each labelled drafted token of one round."""
+"""The features and the label of each labelled drafted token of one round."""
 LabelledText = dict[str, list[LabelledRound]]
 """The rounds of one text, for each of ``SCORES``."""
 
@@ -55,9 +55,10 @@ def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
     """Label the drafted tokens of a text's rounds.
 
     Returns:
-        For ``accept``, each drafted token up to the first rejected one, labelled with its
-        acceptance. For ``following``, each accepted token before a labelled one, labelled with the
-        acceptance of that next token.
+        The labelled tokens of each score. For ``accept``, they are the drafted tokens up to the
+        first rejected token, and the label is whether the token was accepted. For ``following``,
+        they are the accepted tokens that such a token follows, and the label is whether the next
+        token was accepted.
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []
@@ -103,21 +104,22 @@ def fit_weights(x: Floats, y: Floats, mean: Sequence[float], std: float = 1.0) -
 
 
 class Predictions(NamedTuple):
-    """Predicted probabilities p [n] of labelled drafted tokens, and their labels y [n], 0 or 1."""
+    """The predicted probabilities p [n] of labelled drafted tokens, and the labels y [n] (0 or
+    1)."""
 
     p: Floats
     y: Floats
 
     @property
     def losses(self) -> Floats:
-        """Log-loss of each prediction [n], in nats."""
+        """The log-loss of each prediction [n], in nats."""
         losses: Floats = -np.log(np.clip(np.where(self.y > 0, self.p, 1 - self.p), 1e-12, 1))
         return losses
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error: mean distance between probability and frequency over ``BINS``
-        bins of equal width."""
+        """The expected calibration error. It is the mean distance between probability and frequency
+        over ``BINS`` bins of equal width."""
         bins = np.minimum((self.p * BINS).astype(int), BINS - 1)
         gaps = np.bincount(bins, self.p - self.y, BINS)
         return float(np.abs(gaps).sum() / max(len(self.p), 1))
@@ -132,7 +134,7 @@ def predict(
         prior: The initial prior.
         score: One of ``SCORES``.
         texts: The labelled texts.
-        online: Whether the calibration learns from each round. If not, only the prior predicts.
+        online: Whether the calibration learns from each round. If not, only the prior is used.
 
     Returns:
         The predictions for each text.
@@ -179,10 +181,10 @@ class CalibrationResult:
     """The fitted prior, compared with the default prior.
 
     Attributes:
-        prior: The fitted prior; None if it is not significantly better than the default.
+        prior: The fitted prior, or None if it is not significantly better than the default prior.
         texts: Number of validation texts.
-        default: For each score, the quality of the default prior.
-        fitted: For each score, the cross-validated quality of fitted priors.
+        default: The quality of the default prior, by score.
+        fitted: The cross-validated quality of fitted priors, by score.
     """
 
     prior: CalibrationPrior | None
@@ -194,8 +196,9 @@ class CalibrationResult:
 def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
     """Fit a prior to the labelled drafted tokens of several texts.
 
-    The prior is accepted if the sum of its cross-validated losses, alone and with online learning,
-    is lower than the default prior's by more than a standard error.
+    The fitted prior is accepted if its cross-validated loss is lower than the default prior's by
+    more than a standard error. This loss is the sum of the losses of the prior alone and with
+    online learning.
     """
     fold_of = np.arange(len(labelled)) % FOLDS
     folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]
@@ -233,7 +236,7 @@ def best_request_std(losses: Floats) -> float:
     """Choose a standard deviation of the request offset.
 
     Args:
-        losses: Loss of each candidate on each text [candidates, texts].
+        losses: The loss of each candidate on each text [candidates, texts].
 
     Returns:
         The candidate with the lowest loss, or the default if the gain is below ``MIN_GAIN`` or
@@ -259,7 +262,7 @@ def _select(texts: Sequence[LabelledText], mask: NDArray[np.bool_]) -> list[Labe
 
 
 def _online_losses(prior: CalibrationPrior, texts: Sequence[LabelledText]) -> Floats:
-    """For each text, the loss of both scores with online learning [texts], in nats."""
+    """Return the loss of both scores with online learning for each text [texts], in nats."""
     losses = [
         [predictions.losses.sum() for predictions in predict(prior, score, texts)]
         for score in SCORES
@@ -277,8 +280,8 @@ def _evaluate(
         folds: The texts of each fold.
 
     Returns:
-        The quality for each score, and the sum of all losses for each text [texts], in nats, in the
-        order of the folds.
+        The quality by score, and the sum of all losses of each text ([texts], in nats). Texts are
+        in the order of the folds.
     """
     qualities = {}
     losses = []
@@ -301,7 +304,7 @@ def _evaluate(
 
 
 def table(result: CalibrationResult) -> str:
-    """A Markdown table of the qualities."""
+    """Return a Markdown table of the qualities."""
     columns = (
         "label",
         "prior",

@@ -277,7 +277,7 @@ def main(charts: bool, **options: Any) -> None:
         if charts and run.is_main:
             click.echo(draw_training(run.output), err=True)
     except RuntimeError as error:
-        # Out-of-memory errors of torch on CPUs and on GPUs.
+        # The errors that torch raises on CPUs and on GPUs if there is too little memory.
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
         raise EESDError(

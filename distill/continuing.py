@@ -1,7 +1,8 @@
-"""Continue prompts in rows of one batch. A row whose text has ended takes the next prompt.
+"""Continue prompts in the rows of a batch. When a text ends, its row takes the next prompt.
 
-Each text has separate random numbers, so it does not depend on the number of rows or on its row.
-Tokens are chosen on the device of the logits: a GPU sends tokens to the host, but no logits.
+Each text has separate random numbers. It therefore depends neither on the number of rows nor on its
+row. Tokens are chosen on the device of the logits, so a GPU sends the host only tokens, and no
+logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,13 @@ from eesd.model.torch_ops import KV, Inputs, capped
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""
 PREFILL_ROWS = 16
-"""Number of prompts that torch prefills together, padded to the longest."""
+"""Number of prompts that torch prefills together. They are padded to the longest prompt."""
 BLOCK = 64
 """Number of tokens in a block. Each block is summed first, so that few sums depend on each
 other."""
 
 RandomNumbers = Callable[[int], np.random.Generator]
-"""Returns the random numbers of a text, given its number."""
+"""A function that returns the random numbers of a text, given the number of the text."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Writing:
     """Prompts for a model to continue, and the settings of each text.
 
     Attributes:
-        prompts: Token ids of each prompt; lengths may differ.
-        limits: Maximum number of tokens of each text, its prompt included. A text also ends after
+        prompts: Token ids of each prompt. Their lengths may differ.
+        limits: Maximum number of tokens of each text, including its prompt. A text also ends after
             its first EOS token.
         temperatures: Sampling temperature of each text. 0 is greedy.
         numbers: The random numbers of each text.
         eos_token_ids: Tokens that end a text.
-        rows: Maximum number of texts in a batch; None for all texts.
+        rows: Maximum number of texts in a batch, or None for all texts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -69,7 +70,7 @@ class Writing:
             raise EESDError("Temperatures must be 0 or above, and rows at least 1.")
 
     def waiting(self) -> list[int]:
-        """Indices of the prompts with room for a token, in reverse order."""
+        """Return the indices of the prompts that have room for a token, in reverse order."""
         return [
             index
             for index in reversed(range(len(self.prompts)))
@@ -77,7 +78,7 @@ class Writing:
         ]
 
     def random(self, index: int) -> np.random.Generator | None:
-        """Random numbers of a text; None if the text is greedy."""
+        """Return the random numbers of a text, or None if the text is greedy."""
         return self.numbers(index) if self.temperatures[index] else None
 
 
@@ -94,14 +95,14 @@ class TextRows(Protocol):
     """The texts of B rows, each at a separate position."""
 
     most_idle: float
-    """Fraction of the rows that may be without a text before they are dropped."""
+    """The rows without a text are dropped when their fraction exceeds this number."""
 
     def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Put a text into each of these rows."""
         ...
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [B, V] after one token of each row at its position."""
+        """Run one token of each row at its position. Returns the logits [B, V]."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -141,8 +142,8 @@ class _TorchRows:
             )
 
     def _prefill(self, rows: list[int], texts: Sequence[Sequence[int]]) -> None:
-        """Prefill padded rows. The slots after a short text are written, too; its later tokens
-        overwrite them before attention reads them."""
+        """Prefill padded rows. The slots after a short text are written, too. Later tokens of the
+        text overwrite them before attention reads them."""
         longest = max(map(len, texts))
         if not longest:
             return
@@ -178,7 +179,8 @@ class _TorchRows:
         )
 
     def _normed(self, ids: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
-        """Inputs of the LM head [B, n, hidden] for ids [B, n]. Updates the caches in place."""
+        """Return the inputs of the LM head [B, n, hidden] for ids [B, n]. The caches are updated in
+        place."""
         o = self._decoder.operations(inputs, caches)
         layers = o.model.geometry.num_layers
         x = after_layers(o, o.model, ids.to(self._weight.device), layers)
@@ -188,8 +190,8 @@ class _TorchRows:
 def continue_prompts(
     writer: Writer, writing: Writing, advance: Callable[[int], None] = lambda _: None
 ) -> list[list[int]]:
-    """Return each prompt with its continuation. ``advance`` is called with a number of finished
-    texts."""
+    """Return each prompt with its continuation. ``advance`` is called with the number of texts that
+    have been finished since its last call."""
     texts = [list(prompt) for prompt in writing.prompts]
     ended = 0
     for index, text in writer.texts(writing):
@@ -204,10 +206,11 @@ def continue_prompts(
 def texts_of_rows(
     open_rows: Callable[[int, int], TextRows], writing: Writing
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the results of :meth:`Writer.texts` from rows whose tokens are chosen here.
+    """Yield the results of :meth:`Writer.texts`. This function chooses the tokens of the rows.
 
     Args:
-        open_rows: Opens rows, given their number and the maximum number of tokens in a text.
+        open_rows: A function that opens rows, given the number of rows and the maximum number of
+            tokens in a text.
         writing: The prompts and their settings.
     """
     waiting = writing.waiting()
@@ -256,7 +259,7 @@ def texts_of_rows(
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Texts as a tensor [N, width], padded with 0, and their lengths [N]."""
+    """Return the texts as a tensor [N, width] (padded with 0), and their lengths [N]."""
     tokens = torch.zeros(len(texts), width, dtype=torch.int64)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text)
@@ -266,9 +269,9 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
 def chosen_tokens(
     logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> list[int]:
-    """Choose a token for each row [B] from logits [B, V]: the most likely token at temperature 0,
-    else a sample by inversion of the cumulative distribution, with one uniform random number for
-    each row."""
+    """Choose a token for each row [B] from logits [B, V]. At temperature 0, it is the most likely
+    token. At other temperatures, it is a sample, which inverts the cumulative distribution at a
+    uniform random number (one for each row)."""
     best = logits.argmax(-1)
     warm = [row for row, temperature in enumerate(temperatures) if temperature]
     if warm:
@@ -283,8 +286,8 @@ def chosen_tokens(
 
 
 def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tensor:
-    """Tokens [n] sampled from logits [n, V], given the most likely tokens [n], temperatures [n, 1],
-    and uniform random numbers [n, 1]."""
+    """Return tokens [n] that are sampled from logits [n, V]. The arguments include the most likely
+    tokens [n], the temperatures [n, 1] and uniform random numbers [n, 1]."""
     weights = ((logits - logits.gather(1, best[:, None])) / heat).exp()
     blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -293,7 +296,7 @@ def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tenso
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64) + before, drawn, right=True)
-    # The sums within the block may round to less than the block's total; the last token with a
+    # The sums within the block may round to less than the block's total. The last token with a
     # nonzero probability is then chosen.
     last = (torch.arange(BLOCK, device=logits.device) * (inside > 0)).amax(-1, keepdim=True)
     return (block * BLOCK + torch.where(within < BLOCK, within, last))[:, 0]

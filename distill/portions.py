@@ -15,7 +15,7 @@ class Portion(NamedTuple):
     """A part of the training.
 
     Attributes:
-        size: Number of texts or rows in use, from the first one.
+        size: Number of texts or rows in use, counted from the first.
         end: The step at which the portion ends.
     """
 
@@ -24,11 +24,11 @@ class Portion(NamedTuple):
 
 
 def portions(size: int, steps: int, first: int) -> list[Portion]:
-    """Split a training into portions, each with twice the text of the previous one.
+    """Split a training into portions. Each portion has twice the text of the previous portion.
 
     Args:
         size: Number of texts or rows.
-        steps: Steps of the training. Each portion ends when its share of the steps is done.
+        steps: Steps of the training. A portion ends after its share of the steps.
         first: Size of the first portion.
     """
     found = []
@@ -39,7 +39,7 @@ def portions(size: int, steps: int, first: int) -> list[Portion]:
 
 
 def time_left(seconds: float) -> str:
-    """A duration in words."""
+    """Return a duration in words."""
     minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"
@@ -50,7 +50,7 @@ class HeldSignals:
     """Signals that are held back until the end of a block.
 
     Attributes:
-        came: The first signal that arrived, set by its handler, or None.
+        came: The first signal that arrived, or None. The handler sets it.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class HeldSignals:
 
 @contextmanager
 def held_signals() -> Iterator[HeldSignals]:
-    """Defer SIGTERM, SIGHUP and Ctrl-C to the end of the block, which checks ``came`` and saves its
-    work. The usual handlers run afterwards."""
+    """Defer SIGTERM, SIGHUP and Ctrl-C until the end of the block. The block checks ``came`` and
+    saves its work. The usual handlers run afterwards."""
     held = HeldSignals()
     before = {}
     with suppress(ValueError):  # only the main thread may set handlers

@@ -1,5 +1,5 @@
-"""The frozen model as the teacher: hidden states and top-k targets, computed for each batch or
-cached on disk."""
+"""The frozen model is the teacher. This module computes its hidden states and top-k targets for
+each batch, or caches them on disk."""
 
 import json
 import shutil
@@ -31,8 +31,8 @@ from eesd.model.torch_ops import KV, Inputs, capped
 LOGITS_PER_CHUNK = 1 << 25
 """Number of logits in memory at a time (128 MiB in float32)."""
 DEVICE_CHUNKS = 8
-"""Factor by which the number of logits in memory is larger on a GPU, for fewer and larger
-kernels."""
+"""On a GPU, the number of logits in memory is larger by this factor, so that there are fewer and
+larger kernels."""
 TOP_BLOCK = 64
 """Number of logits in a block. The maxima of blocks are found first, so that a GPU need not search
 all logits for the k largest."""
@@ -45,8 +45,9 @@ class Targets:
     """The teacher's predictions for a batch of rows [B, T].
 
     Attributes:
-        top_ids: Most likely tokens [B, T, K], int32, best first.
-        top_logprobs: Their log-probabilities in the whole distribution [B, T, K], float16.
+        top_ids: The most likely tokens ([B, T, K], int32), best first.
+        top_logprobs: The log-probabilities of these tokens in the whole distribution ([B, T, K],
+            float16).
     """
 
     top_ids: Tensor
@@ -62,8 +63,8 @@ class Batch:
     """Rows [B, T] with all inputs of a training step.
 
     Attributes:
-        hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the
-            head.
+        hidden: Hidden states [B, T, hidden] after the exit layer, followed by those after each deep
+            layer of the head.
         targets: The teacher's predictions.
         mask: 1 for positions that have a next token, else 0 [B, T].
     """
@@ -94,7 +95,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """Rows of logits in memory at a time."""
+    """Number of rows of logits in memory at a time."""
     return max(1, LOGITS_PER_CHUNK * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
 
 
@@ -124,12 +125,12 @@ def full_sequence_inputs(
     Args:
         geometry: Shape of the model.
         batch: Number of sequences.
-        tokens: Tokens in a sequence; also the number of slots.
+        tokens: Number of tokens in a sequence, which is also the number of slots.
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
-        whole: Whether the pass needs no caches and no mask, which are then empty. By default, true
-            on all devices except CPUs.
+        whole: Whether the pass needs no caches and no mask. If so, they are empty. The default is
+            true on all devices except CPUs.
 
     Returns:
         The inputs of the blocks, and the empty KV caches.
@@ -153,8 +154,9 @@ def full_sequence_inputs(
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share the caches of one layer, unless they read the caches of other layers: a pass
-    over whole sequences reads only what the same layer just wrote.
+    All layers share the caches of one layer, because in a pass over whole sequences, a layer reads
+    only what it has just written. If a model's layers read the caches of other layers, each layer
+    has separate caches.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -173,10 +175,11 @@ class Teacher(nn.Module):
         self.precision = precision
         self.top_k = min(top_k, decoder.geometry.vocab_size)
 
-    # Not inference_mode: inference tensors cannot take part in the student's backward pass.
+    # This does not use inference_mode, because inference tensors cannot take part in the student's
+    # backward pass.
     @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
-        """Hidden states [B, T, hidden] after each exit layer, and the targets."""
+        """The hidden states [B, T, hidden] after each exit layer, and the targets."""
         geometry = self.decoder.geometry
         dtype = storage_dtype(self.precision)
         most = max(len(geometry.caches_of(layer)) for layer in range(geometry.num_layers))
@@ -192,8 +195,8 @@ class Teacher(nn.Module):
                 if index in self.layers:
                     hidden[index] = x.to(dtype)
             x = o.norm(x, o.model.final_norm)
-        # Outside the autocast: rounded logits would change the label if two tokens are almost
-        # equally likely.
+        # This is outside the autocast, because rounded logits would change the label if two tokens
+        # are almost equally likely.
         flat = x.flatten(0, 1)
         rows = chunk_rows(geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
@@ -203,14 +206,15 @@ class Teacher(nn.Module):
         return hidden, Targets(top_ids, top_logprobs)
 
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
+        """Return token ids and log-probabilities [n, K], given inputs of the LM head
+        [n, hidden]."""
         logits = wide_logits(x, self.decoder.lm_head.weight) + self.decoder.added_to_logits
         return top_tokens(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 
 def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits [n, V], float32, from LM head inputs [n, hidden]. A GPU never rounds its sums to the
-    type of the weight."""
+    """Return logits ([n, V], float32) for inputs [n, hidden] of the LM head. A GPU never rounds the
+    sums to the type of the weight."""
     x = x.to(weight.dtype)
     if x.device.type == "cuda" and x.dtype != torch.float32:
         wide: Tensor = torch.mm(x, weight.T, out_dtype=torch.float32)
@@ -219,15 +223,15 @@ def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids, int32, and log-probabilities, float16, of the most likely tokens [n, count] for logits
-    [n, V], best first."""
+    """Return the ids (int32) and the log-probabilities (float16) of the most likely tokens, given
+    logits [n, V]. Both results are [n, count], and the best token comes first."""
     values, ids = logits.topk(count) if logits.device.type == "cpu" else largest(logits, count)
     return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the result of ``topk`` for logits [n, V], from the blocks with the largest maxima; no
-    other block has any of these tokens."""
+    """Return the result of ``topk`` for logits [n, V]. Only the blocks with the largest maxima are
+    searched, because no other block can have any of these tokens."""
     if logits.shape[1] % TOP_BLOCK or logits.shape[1] // TOP_BLOCK <= count:
         return logits.topk(count)
     blocks = logits.view(len(logits), -1, TOP_BLOCK)
@@ -263,7 +267,7 @@ class OnlineTargets:
 
 
 class TargetCache:
-    """A directory with the hidden states and targets of all rows, in safetensors shards of 32
+    """A directory with the hidden states and targets of all rows. It has safetensors shards of 32
     rows.
 
     A complete cache replaces the teacher. If rows are appended, only their targets are computed.
@@ -318,8 +322,8 @@ class TargetCache:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
-        """Check that a cache has the targets of these rows, or of the first of them, and adopt its
-        layers."""
+        """Check that a cache has the targets of these rows or of the first of these rows. Use the
+        layers of the cache."""
         kept = stored.get("layers")
         count = stored.get("rows")
         if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):
@@ -340,8 +344,8 @@ class TargetCache:
         return list(self.meta["layers"])
 
     def missing_shards(self, count: int) -> list[int]:
-        """Numbers of the missing shards of the first ``count`` rows: those that do not exist yet,
-        or have fewer rows than there are now."""
+        """Return the numbers of the missing shards of the first ``count`` rows. A shard is missing
+        if it does not exist yet, or if it has fewer rows than it should have now."""
         missing = []
         for number in range(-(-count // SHARD_ROWS)):
             path = self.directory / shard_name(number)
@@ -350,11 +354,12 @@ class TargetCache:
         return missing
 
     def _rows_in(self, number: int) -> int:
-        """Rows of a shard."""
+        """Return the number of rows in a shard."""
         return min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
 
     def _row_bytes(self, hidden_size: int) -> int:
-        """Bytes of one row on disk: states, ids and log-probabilities."""
+        """Return the number of bytes that the states, ids and log-probabilities of a row have on
+        disk."""
         states = (
             hidden_size * len(self.meta["layers"]) * storage_dtype(self.meta["precision"]).itemsize
         )
@@ -395,7 +400,8 @@ class TargetCache:
                 "give another directory, fewer rows, or a smaller --top-k."
             )
         for number in missing:
-            # Split by number, not by index: processes may see different lists of missing shards.
+            # Shards are split by number and not by index, because processes may see different lists
+            # of missing shards.
             if number % processes != process:
                 continue
             tokens = torch.from_numpy(
@@ -447,7 +453,7 @@ class TargetCache:
 
 
 def _stored_rows(path: Path) -> int:
-    """Rows of a shard that an earlier run wrote."""
+    """Return the number of rows in a shard that an earlier run wrote."""
     try:
         with safe_open(path, framework="pt") as shard:
             return int(shard.get_slice("top_ids").get_shape()[0])
@@ -462,7 +468,7 @@ def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
 
 
 def _cached_tensors(hidden: dict[int, Tensor], targets: Targets) -> dict[str, Tensor]:
-    """The rows of a pass, by their names in a shard."""
+    """Return the rows of a pass by their names in a shard."""
     states = {f"hidden.{layer}": states for layer, states in hidden.items()}
     tensors = states | {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
     return {name: tensor.cpu() for name, tensor in tensors.items()}

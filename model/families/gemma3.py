@@ -1,5 +1,5 @@
-"""Gemma 3, text: Gemma 2 without caps, but with norms of queries and keys. Layers with a window
-have another rotary base."""
+"""The text model of Gemma 3 is Gemma 2 without caps, but with norms of queries and keys. Layers
+with a window have another rotary base."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7 are a Llama with partly rotated heads and with experts that are chosen as in
+"""GLM-4.5, 4.6 and 4.7 are Llama with partly rotated heads and with experts that are chosen as in
 DeepSeek-V3. Some models have norms of queries and keys. Solar Open has experts in all layers, and
 neither partial rotation nor these norms."""
 

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with a window in all layers or in some. Ministral 3 is a Mistral with yarn. It
+"""Ministral: Mistral with a window in all layers or in some. Ministral 3 is Mistral with yarn. It
 is supported up to the position where its queries begin to grow."""
 
 from typing import Any
