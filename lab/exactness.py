@@ -2,10 +2,11 @@
 
 For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
 with one thread. This gives the expected bits. Then every kernel of this processor decodes it with
-one and two threads: plainly; with draft chains, draft trees and a tree budget; with other chunk
-sizes for the prompt; and in batches, with and without kept prefixes. All logits after each
-committed token are compared; for a batch, the tokens and their most likely alternatives with
-log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs."""
+two threads, and the fastest kernels also with one thread. Each decodes it plainly, then with draft
+chains, draft trees and a tree budget, then with other chunk sizes for the prompt, and finally in
+batches with and without kept prefixes. All logits after each committed token are compared. In a
+batch, the tokens and their most likely alternatives are compared, with log-probabilities. Prompts
+are random tokens, so every part of the vocabulary occurs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +32,9 @@ from eesd.runtime.request import MAX_LOGPROBS, Generation, Request, Update
 
 KIND = "exactness"
 PROMPTS = (7, 129)
-"""Lengths of prompts, in tokens."""
+"""Lengths of the prompts in tokens."""
 CHUNKS = (7, 64)
-"""Sizes of prompt chunks, in tokens, in addition to the default."""
+"""Sizes of prompt chunks (in tokens) that are checked in addition to the default."""
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1))
 WAYS: dict[str, list[Speculation | None]] = {
     "plain": [None],
@@ -42,21 +43,21 @@ WAYS: dict[str, list[Speculation | None]] = {
     "budget": [Speculation("cost-aware-ts", guard=False, tree=1)],
 }
 SHARED = 64
-"""Length of the common beginning of a batch's prompts, in tokens."""
+"""Length (in tokens) of the beginning that a batch's prompts have in common."""
 BATCH = 4
 """Number of requests in a batch."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs of one kind, with one engine.
+    """The comparisons of one kind with one engine.
 
     Attributes:
         directory, activations, kernels, threads: The engine that ran.
         kind: ``calls`` (calls of all sizes, with varied caches, chunks and trees), a key of
-            :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls`` a run is a call of the
+            :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls``, a run is a call of the
             engine.
-        runs: Number of texts, or calls, that were compared.
+        runs: Number of texts or calls that were compared.
         different: Number of runs in which a bit differs.
         positions: Number of tokens at which logits were compared.
     """
@@ -72,14 +73,14 @@ class Row:
 
 
 def label(directory: Path) -> str:
-    """Name of an engine directory in the results: its last two folders, because directories of
-    different models may have the same name."""
+    """Return the name of an engine directory in the results. It has the last two folders of the
+    path, because directories of different models may have the same name."""
     return "/".join(directory.absolute().parts[-2:])
 
 
 def open_with(directory: Path, backend: str, kernels: str, threads: int, activations: str) -> LLM:
-    """Load an engine directory. ``kernels`` is a name such as ``avx2``, with a type of caches
-    ``avx2:int8``, or "" for a backend without that choice."""
+    """Load an engine directory. ``kernels`` is a name such as ``avx2``, or ``avx2:int8`` to choose
+    the type of caches as well. It is "" for a backend that has no such choice."""
     manifest = load_manifest(directory)
     if not kernels:
         return LLM(
@@ -101,7 +102,8 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
 
 
 def combinations(backend: str) -> list[tuple[str, int]]:
-    """Kernels and threads. The first combination gives the expected bits."""
+    """Return the kernels and numbers of threads to compare. The first combination gives the
+    expected bits."""
     if backend != "ort" or operators.missing():
         return [("", 1), ("", 2)]
     fastest, *others = operators.supported()
@@ -132,21 +134,23 @@ def check_directory(
 
 
 def _counts(exactness: Exactness) -> Counter[str]:
-    """Calls compared so far, rows of logits that differ, and rows compared."""
+    """Return the numbers of calls compared so far, of rows of logits that differ, and of rows
+    compared."""
     both = exactness.chains, exactness.trees
     names = {"runs": "calls", "different": "differing", "positions": "positions"}
     return Counter({key: sum(getattr(one, name) for one in both) for key, name in names.items()})
 
 
 class _Texts:
-    """Plain and drafted texts, compared with the plain texts of the first engine."""
+    """Compares plain and drafted texts with the plain texts of the first engine."""
 
     def __init__(self, new_tokens: int) -> None:
         self._new_tokens = new_tokens
         self._expected: dict[tuple[int, Sampling], LogitRecord] = {}
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, differing runs, and positions compared, by kind."""
+        """Return the numbers of runs, of runs that differ, and of positions compared, for each
+        kind."""
         found: dict[str, Counter[str]] = {}
         for length in PROMPTS:
             prompt = random_tokens(llm, length)
@@ -174,23 +178,24 @@ class _Texts:
 
 
 def _ways() -> Iterator[tuple[str, Speculation | None, int]]:
-    """Kind, speculation, and number of tokens in a chunk of the prompt (0 for the default)."""
+    """Yield the kind, the speculation, and the number of tokens in a chunk of the prompt (0 for the
+    default)."""
     for kind, speculations in WAYS.items():
         yield from ((kind, speculation, 0) for speculation in speculations)
     yield from (("chunks", None, chunk) for chunk in CHUNKS)
 
 
 class _Batches:
-    """Requests of a batch, compared with the same requests in a batch of one on the first
-    engine."""
+    """Compares the requests of a batch with the same requests on the first engine, where each
+    request runs in a batch of one."""
 
     def __init__(self, new_tokens: int) -> None:
         self._new_tokens = new_tokens
         self._expected: list[list[Any]] = []
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, differing runs, and positions compared, for a batch and for its repetition with
-        kept beginnings."""
+        """Return the numbers of runs, of runs that differ, and of positions compared. They are
+        given for a batch and for its repetition with kept beginnings."""
         shared = random_tokens(llm, min(SHARED, llm.manifest.max_seq_len // 4))
         options = BatchOptions(max_rows=BATCH, prefill_tokens=48, levels=3)
         given = [
@@ -225,8 +230,8 @@ class _Batches:
 
 
 def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[Any], int]]:
-    """For each request, its tokens with log-probabilities, and the number of its prompt's tokens
-    that were kept from earlier prompts."""
+    """Run a batch. For each request, return its tokens with log-probabilities, and the number of
+    its prompt's tokens that were kept from earlier prompts."""
     updates: list[list[Update]] = [[] for _ in requests]
     for request, own in zip(requests, updates, strict=True):
         generation = Generation(request, own.append)
@@ -241,7 +246,7 @@ def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[l
 
 
 def random_tokens(llm: LLM, count: int) -> list[int]:
-    """Random token ids, always the same for a vocabulary and a count."""
+    """Return random token ids. They are always the same for a vocabulary and a count."""
     most = min(count, llm.manifest.max_seq_len // 2)
     tokens: list[int] = (
         np.random.default_rng(count).integers(llm.manifest.geometry.vocab_size, size=most).tolist()
@@ -255,7 +260,8 @@ def is_exactness(raw: Any) -> bool:
 
 
 def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
-    """Lines on the number of comparisons and differences, by engine directory."""
+    """Return lines that show the numbers of comparisons and differences of each engine
+    directory."""
     rows = [Row(**row) for row in result["rows"]]
     engines = list(dict.fromkeys(f"{row.kernels}, {row.threads} threads" for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != "calls"))
@@ -297,7 +303,7 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int]:
-    """Number of texts that were compared, and of texts that differ."""
+    """Return the number of texts that were compared and the number of texts that differ."""
     texts = [row for row in rows if row.kind != "calls"]
     return sum(row.runs for row in texts), sum(row.different for row in texts)
 

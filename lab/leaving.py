@@ -27,7 +27,7 @@ BODIES = {
 
 
 def numbers(client: httpx2.Client) -> tuple[float, float, float]:
-    """Rows in use, aborted texts, and generated tokens, from /metrics."""
+    """Read the numbers of rows in use, of aborted texts, and of generated tokens from /metrics."""
     text = client.get("/metrics").text
     names = ("num_requests_running{", 'request_success_total{.*"abort"', "generation_tokens_total{")
     running, aborted, tokens = (
@@ -37,7 +37,8 @@ def numbers(client: httpx2.Client) -> tuple[float, float, float]:
 
 
 def leave(client: httpx2.Client, path: str) -> str:
-    """Leave a stream after five events. Return a description of a failure, or ''."""
+    """Leave a stream after five events. Return a description of the failure, or '' if there was
+    none."""
     _, before, _ = numbers(client)
     with client.stream("POST", path, json=LONG | BODIES[path]) as stream:
         events = (line for line in stream.iter_lines() if line.startswith("data"))

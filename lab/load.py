@@ -4,8 +4,9 @@ all texts.
     eesd-serve --engine-dir plans/ --max-rows 12 --kv-memory 20MB
     python -m lab.load --minutes 15
 
-Each client repeats greedy requests. Each text must equal the text that the server then gives the
-same request alone, with ``"draft": false``, or its beginning if the client left.
+Each client repeats greedy requests. After the load, the server answers each request again, alone
+and with ``"draft": false``. Each text must equal this answer. If the client left, the text must
+equal the beginning of the answer.
 """
 
 import json
@@ -22,7 +23,7 @@ from typing import Any
 import click
 
 WAYS = ("whole", "stream", "stream", "leave", "slow", "half")
-"""A client's behaviour in a request, chosen at random."""
+"""The ways in which a client may behave. One is chosen at random for each request."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
@@ -35,9 +36,9 @@ class Load:
     """The clients of a server.
 
     Attributes:
-        counts: Numbers of requests, by the client's behaviour, and of errors.
-        texts: By request (as JSON), the texts that were received, and for each text whether it is
-            complete.
+        counts: Number of requests for each behaviour of the client, and number of errors.
+        texts: Maps each request (as JSON) to the texts that were received. Each text is stored with
+            whether it is complete.
     """
 
     def __init__(self, port: int, prompts: list[str]) -> None:
@@ -69,7 +70,8 @@ class Load:
             time.sleep(3 * chance.random())
 
     def _ask(self, way: str, chance: random.Random) -> None:
-        """Send a request for a short or a long text, sometimes for JSON, and keep the answer."""
+        """Send a request for a short or a long text, and keep the answer. Some requests ask for
+        JSON."""
         body: dict[str, Any] = {
             "prompt": chance.choice(self._prompts)[: chance.choice([40, 40, 200, 400, 1600])],
             "max_tokens": chance.choice([8, 30, 100, 200]),
@@ -105,7 +107,8 @@ class Load:
         return response
 
     def wrong(self) -> list[str]:
-        """The requests whose text differs from that of plain decoding without other requests."""
+        """Return the requests whose text differs from the text of plain decoding without other
+        requests."""
         found = []
         for request, texts in self.texts.items():
             alone = {**json.loads(request), "draft": False, "cache_salt": "alone"}
@@ -120,7 +123,8 @@ class Load:
 
 
 def events(response: HTTPResponse) -> Iterator[str]:
-    """The texts of a stream. Raises ValueError if an event is an error, or the stream is cut."""
+    """Yield the texts of a stream. Raises ValueError if an event is an error, or the stream is
+    cut."""
     for line in response:
         if line.startswith(b"data: {"):
             value = json.loads(line[6:])
@@ -133,7 +137,8 @@ def events(response: HTTPResponse) -> Iterator[str]:
 
 
 def metrics(port: int) -> dict[str, float]:
-    """The values of ``/metrics`` by name, without labels. The last value of a name counts."""
+    """Return the values of ``/metrics`` by name. Labels are left out, so the last value of a name
+    counts."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()

@@ -19,8 +19,8 @@ from lab.peers.results import Result as Peers
 
 
 def section(path: Path, raw: Any) -> Callable[[bool], list[str]] | None:
-    """A function that makes the lines of a tool's file, with the published systems or without; None
-    for a file of ``eesd-bench``."""
+    """Return a function that makes the lines of a tool's file, or None for a file of
+    ``eesd-bench``. The function's argument says whether to show the published systems."""
     if Peers.wrote(raw):
         return lambda _: table.markdown(Peers.load(path), "##")
     if passes.Passes.wrote(raw):

@@ -1,4 +1,4 @@
-"""The files that a default round runs through on the CPU."""
+"""Lists the files that a default round runs through on the CPU."""
 
 import sys
 from collections.abc import Callable
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files_of(action: Callable[[], object]) -> list[Path]:
-    """The files of this project that an action executes, in order. A file that runs twice in a row
-    is listed once."""
+    """Return the files of this project that an action executes, in order. A file that runs twice in
+    a row is listed once."""
     files = list[Path]()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -3,10 +3,10 @@
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     python -m lab.schemas JSON-Schema-Test-Suite
 
-A schema is *broken* if its grammar allows a text that does not fit it, whether a text of the suite
-or a random one. No schema may be broken. The package jsonschema_rs checks random texts. Formats are
-annotations, as the draft defines. A schema is *narrow* if the grammar forbids a text of the suite
-that fits it, for example because the text has the properties in a different order.
+A schema is *broken* if its grammar allows a text that does not fit it. The text may come from the
+suite or be random. No schema may be broken. The package jsonschema_rs checks random texts. Formats
+are annotations, as the draft defines. A schema is *narrow* if the grammar forbids a text of the
+suite that fits it, for example because the text has the properties in a different order.
 """
 
 import json
@@ -29,7 +29,7 @@ from eesd.runtime.json_text import JSONTokens
 
 EOS = Bytes.eos_token_id
 RANDOM_TEXTS = 20
-"""Random texts of each schema."""
+"""Number of random texts for each schema."""
 MOST_BYTES = 400
 """Maximum length of a random text. Longer texts are left out."""
 
@@ -38,13 +38,13 @@ JSON_TOKENS = JSONTokens(BYTES)
 
 
 def allows(made: GrammarConstraint, text: str) -> bool:
-    """Whether a constraint allows a whole text."""
+    """Return whether a constraint allows a whole text."""
     tokens = [*text.encode(), EOS]
     return all(made.allowed(tokens[:at])[tokens[at]] for at in range(len(tokens)))
 
 
 def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
-    """A text of random allowed bytes; None if it became too long."""
+    """Return a text of random allowed bytes, or None if it became too long."""
     tokens: list[int] = []
     while len(tokens) < MOST_BYTES:
         mask = made.allowed(tokens)
@@ -58,7 +58,7 @@ def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
 
 
 def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
-    """Texts that a constraint allows although they do not fit the schema."""
+    """Yield the texts that a constraint allows although they do not fit the schema."""
     written = [(json.dumps(test["data"], ensure_ascii=False), test["valid"]) for test in tests]
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=False)
     chance = random.Random(0)
@@ -76,7 +76,8 @@ def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
 
 
 def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
-    """The numbers of schemas that are followed, refused and broken, and the broken schemas."""
+    """Return the numbers of schemas that are followed, refused and broken, and a list of the broken
+    schemas."""
     found = Counter[str]()
     broken = []
     folder = suite / "tests" / "draft2020-12"

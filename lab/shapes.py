@@ -4,8 +4,8 @@
     python -m lab.shapes plans/ --backend ort --nodes "1 2 4 6 8" \\
         --behind "64 512 2048"
 
-It times draft steps, verify passes, and the time to the first token. With --gpu, it shows
-predictions beside them.
+It times draft steps, verify passes, and the time to the first token. If --gpu is given, it also
+shows predictions.
 """
 
 import time
@@ -39,12 +39,13 @@ from eesd.runtime.llm import LLM
 
 PROMPT = 512
 MEMORY_BYTES = 1 << 29
-"""Bytes that are copied or read to measure the bandwidth, more than any cache holds."""
+"""Number of bytes that are copied or read to measure the bandwidth. This is more than any cache
+holds."""
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
-    """Median seconds of synchronous calls, after two warm-up calls each. Calls take turns, so that
-    other load affects all calls alike."""
+    """Return the median seconds of synchronous calls. Each call is warmed up twice. Calls take
+    turns, so that other load affects all calls alike."""
     seconds: dict[Any, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats + 2):
         for key, call in calls.items():
@@ -56,8 +57,9 @@ def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Int
 
 
 def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
-    """Bandwidth of the engines' memory, in bytes per second. On a GPU it is measured with a large
-    copy (bytes read plus bytes written), on a CPU with reads by ``threads`` threads."""
+    """Measure the bandwidth of the engines' memory in bytes per second. On a GPU, this is done with
+    a large copy, and the bytes read and written are added. On a CPU, ``threads`` threads read
+    memory."""
     if not on_gpu:
         numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
         with ThreadPoolExecutor(threads) as pool:
@@ -86,11 +88,12 @@ def time_passes(
     counts: Sequence[int],
     behind: Sequence[int],
 ) -> dict[str, Any]:
-    """Measure draft steps and verify passes by node count, after contexts of several lengths.
+    """Measure draft steps and verify passes for each number of nodes after contexts of several
+    lengths.
 
-    Returns the ``seconds`` of each kind of call with their interval; the ``share`` of these seconds
-    that reading weights and cache takes at ``per_second`` bytes per second; and the ``predicted``
-    seconds.
+    For each kind of call, this function returns the ``seconds`` with their interval and the
+    ``predicted`` seconds. It also returns the ``share`` of the seconds that reading the weights and
+    the cache takes at ``per_second`` bytes per second.
     """
     assert engines.draft is not None
     [kv_cache] = engines.verify.new_kv_caches()
@@ -135,7 +138,7 @@ def time_passes(
 def time_first_tokens(
     directory: Path, manifest: Manifest, engines: Engines, lengths: Sequence[int], repeats: int
 ) -> list[Any]:
-    """Seconds to the first token of prompts of these lengths, with plain decoding."""
+    """Return the seconds to the first token for prompts of these lengths. Decoding is plain."""
     llm = LLM(directory, manifest, engines, None)
 
     def first(length: int) -> None:
@@ -156,7 +159,7 @@ def measure(
     behind: Sequence[int],
     kv_cache_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Measure one engine directory, ``repeats`` calls of each kind.
+    """Measure one engine directory with ``repeats`` calls of each kind.
 
     ``hardware`` is the device for predictions, ``counts`` are numbers of nodes of verify passes,
     and ``behind`` are numbers of tokens before a pass, which are also the lengths of prompts whose
@@ -184,7 +187,7 @@ def measure(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result of :func:`measure` as Markdown tables."""
+    """Return the result of :func:`measure` as Markdown tables."""
     machine = result["machine"]
     lines = [
         f"Bandwidth: {result['bandwidth'] / 1e9:.1f} GB/s. {machine['CPU']}; GPU: "
@@ -212,7 +215,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Positive integers of an option, separated by spaces."""
+    """Return the positive integers of an option. They are separated by spaces."""
     words = value.split()
     if not words or not all(word.isdecimal() and 0 < int(word) < 10**6 for word in words):
         raise EESDError(f"--{parameter.name} {value!r} must be positive integers, such as '1 2 4'.")

@@ -50,17 +50,18 @@ MT_BENCH = (
 )
 """Categories of MT-bench. Spec-Bench reports them together, as multi-turn conversation."""
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7, "coupled-1": 1.0}
-"""Temperatures. Spec-Bench decodes greedily; MT-bench uses 0.7 for most of its categories."""
+"""Temperatures. Spec-Bench decodes greedily, and MT-bench uses 0.7 for most of its categories."""
 WARM_UP_TOKENS = 48
 COUNT = click.IntRange(1, 10**6)
 KEPT_BYTES = 1 << 28
-"""Bytes of keys and values kept from prompts: enough for the turns of a question."""
+"""Number of bytes of keys and values that are kept from prompts. This is enough for the turns of a
+question."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The user's messages, turn by turn. Each message follows the answer to the previous message.
-    ``category`` comes from the file."""
+    """A question. ``turns`` has the user's messages. Each message follows the answer to the
+    previous message. ``category`` comes from the file."""
 
     id: int
     category: str
@@ -68,7 +69,7 @@ class Question:
 
 
 def read_questions(paths: Sequence[Path]) -> list[Question]:
-    """All questions of the files. Their numbers continue from file to file."""
+    """Read all questions of the files. Their numbers continue from file to file."""
     texts = enumerate(chain.from_iterable(map(read_texts, paths)), 1)
     return [
         Question(number, MULTI_TURN if name in MT_BENCH else name, tuple(turns))
@@ -77,8 +78,8 @@ def read_questions(paths: Sequence[Path]) -> list[Question]:
 
 
 def choose(questions: Sequence[Question], per_category: int) -> list[Question]:
-    """At most ``per_category`` questions of each category, evenly spread over the file. Categories
-    alternate."""
+    """Return at most ``per_category`` questions of each category. They are spread evenly over the
+    file. Categories alternate."""
     found: dict[str, list[Question]] = {}
     for question in questions:
         found.setdefault(question.category, []).append(question)
@@ -92,15 +93,16 @@ def choose(questions: Sequence[Question], per_category: int) -> list[Question]:
 
 
 def _spread(questions: list[Question], count: int) -> list[Question]:
-    """At most ``count`` questions at even distances, because neighbours in Spec-Bench are alike."""
+    """Return at most ``count`` questions at even distances, because neighbours in Spec-Bench are
+    alike."""
     count = min(count, len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft, with its engine directory and its name in results. A ``speculation`` of None
-    is plain decoding."""
+    """A way to draft, with its engine directory and its name in results. If ``speculation`` is
+    None, decoding is plain."""
 
     name: str
     directory: Path
@@ -136,8 +138,8 @@ Turns = list[tuple[Generation, bytes]]
 
 
 class Questioning:
-    """Asks the questions of one engine directory, and of other directories of the same model, with
-    the command's options."""
+    """Gives the questions to the engines of one directory, and of other directories of the same
+    model. The command's options apply."""
 
     def __init__(self, directory: Path, kernels: str, options: dict[str, Any]) -> None:
         self.name = f"{directory.resolve().name} {kernels}".strip()
@@ -168,9 +170,9 @@ class Questioning:
     def ask(
         self, questions: Sequence[Question], result: Result, fewer: set[int], first: bool
     ) -> Iterator[None]:
-        """Ask the questions without an answer in ``result``: questions in ``fewer`` with all
-        samplings; other questions only with the first sampling and on the ``first`` kernels. Yields
-        after each question."""
+        """Ask the questions that have no answer in ``result``. Questions in ``fewer`` are asked
+        with all samplings. Other questions are asked only with the first sampling and on the
+        ``first`` kernels. Yields after each question."""
         for directory, bench in self.benches.items():
             result.engines.setdefault(directory.resolve().name, bench.describe())
         self._warm_up(questions[0])
@@ -182,7 +184,7 @@ class Questioning:
             yield
 
     def fits(self, question: Question) -> bool:
-        """Whether all turns leave room for answers of the full length."""
+        """Return whether all turns leave room for answers of the full length."""
         messages: list[Message] = []
         for turn in question.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
@@ -192,7 +194,8 @@ class Questioning:
         return bool(tokens <= self.bench.manifest.max_seq_len)
 
     def _encode(self, messages: list[Message]) -> list[int]:
-        """Tokens of a conversation; without a chat template, of its concatenated texts."""
+        """Return the tokens of a conversation. If there is no chat template, these are the tokens
+        of its concatenated texts."""
         llm = self.bench.llm
         return llm.encode(
             messages
@@ -201,8 +204,8 @@ class Questioning:
         )
 
     def _make_llms(self, sampling: str) -> dict[str, tuple[Bench, LLM | None]]:
-        """A bench and an LLM for each method; no LLM for plain decoding. Controllers learn from
-        question to question, as in a service. Each ``sampling`` has separate LLMs."""
+        """Make a bench and an LLM for each method. Plain decoding has no LLM. Controllers learn
+        from question to question, as in a service. Each ``sampling`` has separate LLMs."""
         benches = [
             (of, self.benches.get(of.directory) or self._open(of.directory)) for of in self._methods
         ]
@@ -218,8 +221,8 @@ class Questioning:
             bench.generate(tokens, Sampling(), llm, WARM_UP_TOKENS, ignore_eos=False)
 
     def _answers(self, question: Question, sampling: str, number: int) -> list[Answer]:
-        """All turns with every method. The conversation continues with the plain answers, so that
-        all methods do the same work."""
+        """Answer all turns with every method. The conversation continues with the plain answers, so
+        that all methods do the same work."""
         llms = self._llms(sampling)
         messages = list[Message]()
         turns: dict[str, Turns] = {name: [] for name in llms}
@@ -239,7 +242,7 @@ class Questioning:
     def _generate(
         self, bench: Bench, llm: LLM | None, tokens: list[int], sampling: Sampling
     ) -> tuple[Generation, bytes]:
-        """An answer and, if bits are compared, the logits that chose its tokens."""
+        """Return an answer and, if bits are compared, the logits that chose its tokens."""
         rows: list[bytes] = []
         if self._options.get("bits"):
             bench, bench.llm, llm = copy(bench), copy(bench.llm), llm and copy(llm)

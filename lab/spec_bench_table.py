@@ -1,5 +1,5 @@
-"""The results of Spec-Bench's questions: their file, and their table of speed-up and mean accepted
-tokens by category."""
+"""The results of Spec-Bench's questions. They are saved in a file, and a table shows the speed-up
+and the mean accepted tokens of each category."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ PUBLISHED = (
     ("Lookahead", "Vicuna-7B, RTX 3090", "1.13x", ""),
     ("EAGLE-3", "Vicuna-13B, A100", "3.02x", "5.71"),
 )
-"""Rows of Spec-Bench's leaderboard: system, model and device, speed-up, mean accepted tokens."""
+"""Rows of Spec-Bench's leaderboard. Each has the system, the model and the device, the speed-up,
+and the mean accepted tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,20 @@ class Answer:
         engine: Name of the engine directory that decodes plainly, with the name of the kernels if
             they were chosen.
         sampling: ``greedy``, ``coupled`` (temperature 0.7) or ``coupled-1``.
-        method: Drafter and its options; ``plain`` without drafting.
+        method: The drafter and its options, or ``plain`` if nothing is drafted.
         question: Number of the question.
-        tokens: Tokens generated.
-        rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
+        tokens: Number of tokens that were generated.
+        rounds: The number of rounds of each shape, as [draft steps, drafted nodes, number of
+            rounds].
         prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
-        text_tokens: Accepted tokens that the text proposed, not the exit head.
+        text_tokens: Number of accepted tokens that were drafted from the text instead of by the
+            exit head.
         equal: Whether all tokens are those of plain decoding.
-        accepted, judged: Draft tokens. A token is judged if all tokens before it were accepted.
-            Older results lack these.
+        accepted, judged: Numbers of accepted and of judged draft tokens. A token is judged if all
+            tokens before it were accepted. Older results lack these numbers.
         pauses: Number of times that the guard paused drafting.
-        bits: Whether all logits are those of plain decoding, bit for bit; None if not compared.
+        bits: Whether all logits are those of plain decoding bit for bit, or None if they were not
+            compared.
     """
 
     engine: str
@@ -94,7 +98,7 @@ class Result(Saved):
 
     @property
     def costs(self) -> CostModel | None:
-        """The cost model that gave the seconds; None if they were measured."""
+        """The cost model that gave the seconds, or None if they were measured."""
         name = self.options.get("costs")
         return COST_MODELS[name] if name else None
 
@@ -106,19 +110,20 @@ class Result(Saved):
 
 
 Pairs = Sequence[tuple[Answer, Answer]]
-"""Each plain answer with the drafted answer to the same question."""
+"""Pairs of the plain answer and the drafted answer to the same question."""
 
 
 def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
-    """Plain / drafting seconds, each summed over questions."""
+    """Return the seconds of plain decoding divided by those of drafting, where both are summed over
+    the questions."""
     return bootstrap_ratio(
         [seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs]
     )
 
 
 def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
-    """The tables of a result, under a heading of this level, and the tables of the published
-    systems."""
+    """Return the tables of a result under a heading of this level. The tables of the published
+    systems follow."""
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"
@@ -168,7 +173,8 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
 
 
 def _explained(result: Result) -> list[str]:
-    """Paragraphs on the source of the seconds and the meaning of other columns."""
+    """Return paragraphs that explain where the seconds come from and what the other columns
+    mean."""
     if result.costs:
         return [
             "Seconds are counted, not measured: the runtime's clock adds the price of each "
@@ -230,14 +236,14 @@ def _acceptance(pairs: Pairs) -> str:
 
 
 TIMED: dict[str, Callable[[Pairs], str]] = {"with prefill": _with_prefill}
-"""Columns of measured seconds."""
+"""Columns that are shown if the seconds were measured."""
 MEASURED = {
     "median": _median,
     "acceptance": _acceptance,
     "pauses": lambda pairs: str(sum(own.pauses for _, own in pairs)),
     "bits": lambda pairs: f"{sum(own.bits is True for _, own in pairs)} of {len(pairs)}",
 }
-"""Columns if bits were compared."""
+"""Columns that are shown if bits were compared."""
 
 
 def _cell(pairs: Pairs) -> str:

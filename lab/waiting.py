@@ -2,9 +2,9 @@
 
     python -m lab.waiting --engine-dir plans/ --against OTHER/src
 
-Sixteen clients take requests from one list. Both checkouts run the same list, in turn, each time in
-a new process with one thread, and must give the same tokens. Times are processor times, so other
-work on the machine changes them little.
+Sixteen clients take requests from one list. Both checkouts run the same list in turn, and must give
+the same tokens. Each run is in a new process with one thread. All times are processor times, so
+other work on the machine changes them little.
 """
 
 import json
@@ -22,15 +22,16 @@ import click
 import numpy as np
 
 KINDS = {"short": (16, 64), "middle": (200, 300), "long": (1000, 1400)}
-"""Range of the tokens of a prompt, by kind."""
+"""For each kind of prompt, the range of its number of tokens."""
 SHARES = (0.6, 0.2, 0.2)
 NEW = (16, 64)
-"""Range of the number of new tokens of a request."""
+"""The range of the number of new tokens of a request."""
 CLIENTS = 16
 
 
 def requests(count: int, tokens: Sequence[int], seed: int) -> list[tuple[str, list[int], int]]:
-    """Kind, prompt and number of new tokens of each request. Prompts are cut out of one text."""
+    """Return the kind, the prompt and the number of new tokens of each request. The prompts are cut
+    out of one text."""
     random = np.random.default_rng(seed)
     found = []
     for kind in random.choice([*KINDS], count, p=SHARES):
@@ -100,7 +101,7 @@ def run(source: str, *arguments: object) -> dict[str, Any]:
 
 
 def shown(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Quantiles over all runs, and the median tokens per second."""
+    """Return the quantiles over all runs and the median tokens per second."""
     found: dict[str, Any] = {}
     for kind in runs[0]["waits"]:
         waits = [wait for one in runs for wait in one["waits"][kind]]

@@ -3,10 +3,10 @@ separate process.
 
     python3 -m lab.lease --minutes 9 --output DIR        # the same command again continues
 
-It runs from a checkout and needs torch for the GPU, onnx, onnxruntime, transformers, tokenizers,
-numpy and click, and for the server fastapi, uvicorn and prometheus_client. This project need not be
-installed. DIR/lease.jsonl gets a JSON line for each step when it ends, even if it hung, crashed or
-ran out of memory. ``--device cpu`` rehearses all steps with small shapes.
+It runs from a checkout, and this project need not be installed. It needs torch for the GPU, onnx,
+onnxruntime, transformers, tokenizers, numpy and click. The server also needs fastapi, uvicorn and
+prometheus_client. DIR/lease.jsonl gets a JSON line for each step when it ends, even if it hung,
+crashed or ran out of memory. ``--device cpu`` rehearses all steps with small shapes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = (str(ROOT / "src"), str(ROOT / "tests"), str(ROOT))
 """Steps import eesd, the support modules of the tests, and the lab from here."""
 LEAST_SECONDS = 5
-"""Minimum remaining time for a step to begin."""
+"""A step begins only if at least this much time remains."""
 TAIL = 1500
 """Number of characters of a failed step's output that are kept in its line."""
 

@@ -1,6 +1,6 @@
 """Clients of the server in a separate process, so that they do not slow down the server's Python.
 
-It needs no packages besides the server's: a machine that is lent for minutes has few packages.
+It needs only the server's packages, because a machine that is lent for minutes has few packages.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 
 def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Results of clients that ask for the same completion at once and must get the same tokens.
-    Tokens per second are summed over all clients."""
+    """Return the results of clients that ask for the same completion at once. All of them must get
+    the same tokens. Tokens per second are summed over all clients."""
     command = [sys.executable, __file__, address.partition("//")[2], str(clients), json.dumps(body)]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -28,7 +28,8 @@ def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]
 def _ask(
     address: str, body: dict[str, Any], together: threading.Barrier
 ) -> tuple[float, float, float, list[int]]:
-    """The times at which a request starts, gets its first token and ends, and its tokens."""
+    """Return the times at which a request starts, gets its first token and ends, and the tokens of
+    the request."""
     connection = HTTPConnection(address, timeout=120)
     tokens = list[int]()
     first = 0.0

@@ -37,13 +37,13 @@ JOINT = (
     "mlp.gate_proj mlp.up_proj",
     "mlp.down_proj",
 )
-"""Layers of a block. Layers in one string read the same input, and become one product."""
+"""The layers of a block. Layers in the same string read the same input, and become one product."""
 
 
 def llama(
     layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int
 ) -> Geometry:
-    """A Llama 3 of these sizes."""
+    """Return the geometry of a Llama 3 of these sizes."""
     return Geometry(
         architecture="LlamaForCausalLM",
         vocab_size=vocabulary,
@@ -67,7 +67,7 @@ def llama(
 def made_up(
     geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, nodes: int
 ) -> Manifest:
-    """The manifest of a directory that does not exist."""
+    """Return a manifest of a directory that does not exist."""
     own = tuple(range(geometry.num_layers)) + tuple(exit_caches(geometry, exit_head))
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -98,13 +98,13 @@ def random_engines(
     fused: bool | None = None,
     levels: str = "",
 ) -> tuple[DeviceEngine, DeviceEngine]:
-    """The verify and draft engines of a manifest, with random weights.
+    """Make the verify engine and the draft engine of a manifest with random weights.
 
     Args:
         manifest: From :func:`made_up`.
         device: Torch device.
-        exact: As in ``open_engines``: whether all rounds have the same node count.
-        fused: Whether blocks run the kernels of ``torch_fused.py``; None uses them on a GPU, if
+        exact: Whether all rounds have the same node count, as in ``open_engines``.
+        fused: Whether blocks run the kernels of ``torch_fused.py``. None uses them on a GPU if
             possible.
         levels: Engines with 4-bit weights in blocks and LM head: ``draft`` or ``both``.
     """
@@ -162,8 +162,8 @@ def _runner(
 
 
 def _quantize(decoder: Decoder) -> None:
-    """Replace the weights of blocks and LM head by random 4-bit levels. Layers that read the same
-    input become one layer."""
+    """Replace the weights of the blocks and the LM head by random 4-bit levels. Layers that read
+    the same input become one layer."""
     indices = range(decoder.geometry.num_layers)
     blocks = [
         [f"model.layers.{index}.{name}" for name in joint.split()]

@@ -38,7 +38,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def one_pass(lease: Lease) -> dict[str, Any]:
-    """Logits of a small random model on the device and on the CPU, with and without CUDA graphs."""
+    """Compare the logits of a small random model on the device and on the CPU, with and without
+    CUDA graphs."""
     geometry = llama(3, 128, 256, 4, 2, 512)
     manifest = made_up(geometry, ExitConfig(1), "float32", 256, 8)
     torch.manual_seed(0)
@@ -83,7 +84,7 @@ def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[Any]:
 
 
 def logits_of(engine: DeviceEngine) -> Any:
-    """Logits of a prompt and of three more calls."""
+    """Return the logits of a prompt and of three more calls."""
     [kv_cache] = engine.new_kv_caches()
     kv_cache.reserve(64)
     engine.forward([Call(kv_cache, list(range(40)), range(40), 0, logits=False)])
@@ -96,8 +97,8 @@ def logits_of(engine: DeviceEngine) -> Any:
 
 
 def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
-    """For the bundled model, the bits of all kinds of calls, and the tokens of all ways to draft,
-    including a long text."""
+    """Check the bundled model. The step compares the bits of all kinds of calls and the tokens of
+    all ways to draft. One of the texts is long."""
     directory = exported(lease, dtype)
     manifest = load_manifest(directory)
     checked = Exactness(manifest)
@@ -122,7 +123,7 @@ def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
 
 
 def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
-    """The bundled model, exported by an earlier step or by this one."""
+    """Return the directory of the bundled model. An earlier step or this step exported it."""
     directory = lease.output / f"pycode-{dtype}-{stages}"
     if not (directory / "manifest.json").exists():
         checkpoint = Checkpoint(MODEL)
@@ -172,8 +173,8 @@ def compared(
 
 
 def families(lease: Lease) -> dict[str, Any]:
-    """Compare a random checkpoint of each family, exported in two types; in a rehearsal, only one
-    family and one type."""
+    """Compare a random checkpoint of each family that is exported in two types. A rehearsal has
+    only one family and one type."""
     found: dict[str, Any] = {}
     for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][
         : None if lease.on_gpu else 1

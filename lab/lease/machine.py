@@ -1,4 +1,4 @@
-"""The machine and its rates: memory, products, launches."""
+"""Describes the machine, and measures three of its rates (memory, products and launches)."""
 
 import importlib.util
 import os
@@ -14,14 +14,15 @@ import torch
 from lab.lease import Lease
 
 COPIED = 1 << 30
-"""Number of bytes that are copied on a GPU, more than its caches hold."""
+"""Number of bytes that are copied on a GPU. Its caches hold less."""
 LAUNCHES = 1000
 WANTED = "tensorrt tensorrt_rtx onnxruntime onnx transformers gguf triton torchao pytest"
 SERVING = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def describe(lease: Lease) -> dict[str, Any]:
-    """Names, versions, and three figures on which the constants of docs/predict.md are based."""
+    """Return names and versions, and the three figures on which the constants of docs/predict.md
+    are based."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -60,7 +61,8 @@ def _driver() -> str:
 
 
 def seconds_of(work: Callable[[], object], lease: Lease, repeats: int = 7) -> float:
-    """Median seconds of some work, from its start until the device has finished."""
+    """Return the median seconds of some work. A time lasts from the start of the work until the
+    device has finished."""
 
     def finish() -> None:
         if lease.on_gpu:
@@ -78,7 +80,7 @@ def seconds_of(work: Callable[[], object], lease: Lease, repeats: int = 7) -> fl
 
 
 def bandwidth(lease: Lease) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Return the bytes per second that a copy reads and writes."""
     size = COPIED if lease.on_gpu else COPIED // 16
     source = torch.ones(size, dtype=torch.uint8, device=lease.device)
     target = torch.empty_like(source)
@@ -86,14 +88,15 @@ def bandwidth(lease: Lease) -> float:
 
 
 def products(lease: Lease) -> float:
-    """Operations per second of a large product of bfloat16 matrices."""
+    """Return the operations per second of a large product of bfloat16 matrices."""
     size = 8192 if lease.on_gpu else 512
     one = torch.randn(size, size, device=lease.device).to(torch.bfloat16)
     return 2 * size**3 / seconds_of(lambda: one @ one, lease)
 
 
 def launch(lease: Lease) -> float | None:
-    """Seconds of a small kernel in a CUDA graph of many; None without a GPU."""
+    """Return the seconds of a small kernel in a CUDA graph of many such kernels, or None if there
+    is no GPU."""
     if not lease.on_gpu:
         return None
     value = torch.zeros(1, device=lease.device)

@@ -1,4 +1,4 @@
-"""Measure calls at the widths of an 8B model, with some layers of random weights."""
+"""Measure calls at the widths of an 8B model that has fewer layers and random weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,20 +17,22 @@ NODES = 32
 
 
 def shape(lease: Lease, layers: int) -> Geometry:
-    """Llama 3 8B with fewer layers; on a CPU a small model."""
+    """Return a Llama 3 8B with fewer layers, or a small model on a CPU."""
     if lease.on_gpu:
         return llama(layers, 4096, 14336, 32, 8, 128256)
     return llama(layers, 128, 256, 4, 2, 512)
 
 
 def exit_head(lease: Lease) -> ExitConfig:
-    """A head after layer 4 with a quarter of the vocabulary, as from ``eesd-distill``."""
+    """Return a head after layer 4 with a quarter of the vocabulary, as ``eesd-distill`` makes
+    it."""
     return ExitConfig(4, own_lm_head=True, draft_vocab=32064 if lease.on_gpu else 128, deep=())
 
 
 def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
-    """Milliseconds of verify passes, prompts, draft steps and chains: with and without CUDA graphs,
-    with our kernels and torch's, with buckets and with one node count."""
+    """Measure the milliseconds of verify passes, prompts, draft steps and chains. This is done with
+    and without CUDA graphs, with our kernels and torch's, and with buckets and with one node
+    count."""
     found: dict[str, Any] = {}
     manifest = made_up(
         shape(lease, 8), exit_head(lease), "bfloat16", slots if lease.on_gpu else 256, NODES
@@ -55,7 +57,7 @@ def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
 def _timed(
     manifest: Manifest, verify: DeviceEngine, draft: DeviceEngine, lease: Lease
 ) -> dict[str, float]:
-    """Milliseconds of calls after some tokens, and after a text that fills the cache."""
+    """Return the milliseconds of calls after some tokens, and after a text that fills the cache."""
     [kv_cache] = verify.new_kv_caches()
     kv_cache.reserve(manifest.max_seq_len)
 

@@ -1,5 +1,5 @@
-"""Build plans with TensorRT, if it is installed, and check their bits, and the tokens of every way
-to draft."""
+"""If TensorRT is installed, build plans, and check their bits and the tokens of every way to
+draft."""
 
 import importlib.util
 import shutil

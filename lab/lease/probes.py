@@ -15,7 +15,7 @@ FILES = ("engines/test_gpu.py", "engines/test_device_sampler.py")
 
 
 def commands(lease: Lease) -> dict[str, Any]:
-    """An export, and texts with and without drafts, as in the README."""
+    """Run an export, and generate texts with and without drafts, as in the README."""
     directory = lease.output / "commands"
     command("eesd.export.cli", "--model", MODEL, "--dtype", "bfloat16", "-o", directory)
     options = (
@@ -31,8 +31,8 @@ def commands(lease: Lease) -> dict[str, Any]:
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Run the GPU tests of torch and, on a GPU, the tests of token choices on the device. The step
-    fails if a test fails."""
+    """Run the GPU tests of torch. On a GPU, also run the tests of token choices on the device. The
+    step fails if a test fails."""
     files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
     shown = command(
         "pytest", "-q", "-p", "no:cacheprovider", "-k", "not ort and not tensorrt", *files
@@ -41,7 +41,7 @@ def tests(lease: Lease) -> dict[str, Any]:
 
 
 def command(module: str, *arguments: object) -> str:
-    """Output of a command of the project. Raises an error with the command's message."""
+    """Return the output of a command of the project. Raises an error with the command's message."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Products with quantized weights on the device: correctness, and time for a block of an 8B
+"""Checks products with quantized weights on the device, and times them for a block of an 8B
 model."""
 
 import importlib.util
@@ -20,15 +20,15 @@ SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
     "70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
 }
-"""Numbers of inputs and outputs of the packed layers of a Llama 3 block. Even at 4 bits, the
+"""The numbers of inputs and outputs of the packed layers of a Llama 3 block. Even at 4 bits, the
 weights do not fit a GPU's caches."""
 ROWS = (1, 8, 16, 33)
 BLOCK = 32
 
 
 def products(lease: Lease) -> dict[str, Any]:
-    """Compare products with all kinds of quantized weights with those of dequantized weights, and
-    measure the milliseconds of a block's products in a CUDA graph.
+    """Compare products with all kinds of quantized weights with the products of dequantized
+    weights. Also measure the milliseconds of a block's products in a CUDA graph.
 
     On a CPU this step needs Triton's interpreter, and nothing is timed.
     """
@@ -59,7 +59,7 @@ def _timed(lease: Lease) -> dict[str, dict[str, float]]:
 def _layer(
     kind: str, inputs: int, outputs: int, device: str
 ) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """The inputs of a layer, and its product."""
+    """Return the inputs of a layer and a function that computes its product."""
     if kind == "bfloat16":
         dense = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
         return inputs, lambda x: linear(x, dense)

@@ -1,4 +1,4 @@
-"""The steps with their time limits, the most informative first."""
+"""The steps with their time limits. The most informative step comes first."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens per second, and the parts of a call's
-time.
+"""Runs a whole Llama 3 8B through ``LLM`` and ``Service``. Measures the tokens per second, and the
+parts of a call's time.
 
 Weights are random, so a script replaces each most likely token of the model by the next token of
 the script's text. Drafted tokens are right at a given rate. All other code runs unchanged.
@@ -63,7 +63,7 @@ class Script:
     """The text that the engines produce.
 
     Attributes:
-        rate: Share of right drafts after right tokens.
+        rate: The share of drafts that are right, if all tokens before them are right.
     """
 
     rate = 1.0
@@ -106,7 +106,7 @@ class Script:
 
 
 def _positions(call: Call, levels: int) -> list[int]:
-    """Positions of the outputs of a draft call."""
+    """Return the positions of the outputs of a draft call."""
     *others, last = call.positions
     return [*others, *range(last, last + levels)]
 
@@ -114,7 +114,7 @@ def _positions(call: Call, levels: int) -> list[int]:
 def scripted(
     lease: Lease, nodes: int, exact: bool, levels: str = "", slots: int = SLOTS
 ) -> tuple[LLM, Script]:
-    """An LLM of 8B parameters (on a CPU, a small one), and its script."""
+    """Return an LLM of 8B parameters (a small LLM on a CPU) and its script."""
     geometry = shape(lease, LAYERS if lease.on_gpu else 5)
     head = (
         ExitConfig(geometry.num_layers, blocks=0, trained=True)
@@ -129,7 +129,7 @@ def scripted(
         nodes,
     )
     engines = random_engines(manifest, lease.device, exact, levels=levels)
-    directory = lease.output / "whole"  # without a tokenizer: prompts are token ids
+    directory = lease.output / "whole"  # there is no tokenizer, so prompts are token ids
     directory.mkdir(exist_ok=True)
     np.arange(head.draft_vocab, dtype="<i8").tofile(directory / DRAFT_VOCAB_FILE)
     return LLM(
@@ -138,8 +138,8 @@ def scripted(
 
 
 def variant(name: str, lease: Lease) -> dict[str, Any]:
-    """Tokens per second of plain decoding, and of the default controller with drafts that are right
-    at each rate."""
+    """Measure the tokens per second of plain decoding and of the default controller. The drafts are
+    right at each of several rates."""
     options = VARIANTS[name]
     if options.get("levels") and not lease.on_gpu:
         return {"skipped": "4-bit products need a GPU"}
@@ -169,8 +169,8 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
 
 
 def split(lease: Lease) -> dict[str, Any]:
-    """Milliseconds that the parts of a verify call and a draft call with one node take (Python,
-    launch, wait for the device), and milliseconds of their kernels alone."""
+    """Measure a verify call and a draft call with one node. The result has the milliseconds of each
+    part (Python, launch, wait for the device) and of the kernels alone."""
     llm, _ = scripted(lease, 7, exact=False)
     verify = llm.engines.verify
     draft = llm.engines.draft
@@ -188,8 +188,8 @@ def split(lease: Lease) -> dict[str, Any]:
 
 
 def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any]:
-    """The number of kernels (on a CPU, operators) that a call runs, their milliseconds, and the
-    eight that take the most time."""
+    """Return the number of kernels (operators on a CPU) that a call runs, their milliseconds, and
+    the eight kernels that take the most time."""
     engine.forward([call])
     on_gpu = lease.on_gpu
     activity = (
@@ -199,7 +199,7 @@ def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any
         engine.forward([call])
         if on_gpu:
             torch.cuda.synchronize()
-    # The profiler also lists the host's calls, each of which launched a kernel.
+    # The profiler also lists the host's calls. Each of them launched a kernel.
     events = [
         event
         for event in profile.key_averages()
@@ -236,8 +236,8 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
-    """Time the HTTP server with this number of clients, plain and drafting. The server accepts
-    seven of ten drafted tokens."""
+    """Time the HTTP server with this number of clients. It decodes plainly, and then with drafting.
+    The server accepts seven of ten drafted tokens."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions
@@ -256,7 +256,8 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
 
 
 def choices(lease: Lease) -> dict[str, Any]:
-    """Milliseconds that a device takes to choose the tokens that follow a round's nodes."""
+    """Measure the milliseconds that a device takes to choose the tokens that follow a round's
+    nodes."""
     size = 128256 if lease.on_gpu else 512
     found = dict[str, Any]()
     for name, options in SAMPLINGS.items():

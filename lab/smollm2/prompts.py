@@ -4,8 +4,8 @@ sets are left out.
     python -m lab.smollm2.prompts CHECKOUTS -o prompts.jsonl --without spec_bench.jsonl [FILE ...]
 
 CHECKOUTS has a directory for each repository of ``SOURCES``, named like the repository
-(``git clone URL CHECKOUTS/NAME``). The result has one conversation per line, with its kind. The
-seed determines the order.
+(``git clone URL CHECKOUTS/NAME``). The result has one conversation per line, which includes the
+conversation's kind. The seed determines the order.
 """
 
 import argparse
@@ -48,12 +48,12 @@ MORE = {
     "duorc": 700,
     "multi": 600,
 }
-"""Kinds with more prompts."""
+"""The kinds of which more prompts are taken."""
 CHOICES = 2000
 DIALOGUES = 2500
 AGAIN = 2500
-"""Numbers of multiple-choice prompts, of prompts from dialogues, and of prompts with a second
-turn."""
+"""These are the numbers of multiple-choice prompts, of prompts from dialogues, and of prompts with
+a second turn."""
 MOST_CHARACTERS = 2400
 ASKED_AGAIN = (
     *(
@@ -83,7 +83,7 @@ def words(text: str) -> list[str]:
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
-    """All runs of ``GRAM`` words; a shorter text is one run."""
+    """Return all runs of ``GRAM`` words. A shorter text is one run."""
     found = words(text)
     return {tuple(found[i : i + GRAM]) for i in range(max(1, len(found) - GRAM + 1))}
 
@@ -97,9 +97,9 @@ class T0:
     """T0's training set.
 
     Attributes:
-        asked: The prompts that the model answers, and their kinds.
-        held_out: The prompts that no training uses, and their kinds.
-        read: The other prompts, and their answers.
+        asked: Maps the prompts that the model answers to their kinds.
+        held_out: Maps the prompts that no training uses to their kinds.
+        read: Maps the other prompts to their answers.
     """
 
     def __init__(self, checkout: Path, every: bool) -> None:
@@ -121,7 +121,7 @@ class T0:
 
 
 def _t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
-    """Kind, prompt and completion, in random order."""
+    """Yield the kind, the prompt and the completion of each task in random order."""
     paths = sorted((checkout / "data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl"))
     entries = [
         (path, json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()
@@ -139,7 +139,7 @@ def _t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def instructions(path: Path) -> Iterator[tuple[str, str]]:
-    """Questions and answers of GPTeacher."""
+    """Yield the questions and answers of GPTeacher."""
     for entry in json.loads(path.read_text("utf-8")):
         yield "\n".join(filter(None, (entry["instruction"], entry["input"]))), entry["response"]
 
@@ -159,7 +159,7 @@ def german(checkout: Path) -> Iterator[str]:
 
 
 def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
-    """Questions of CommonsenseQA, half of them with answers to choose from."""
+    """Yield the questions of CommonsenseQA. Half of them have answers to choose from."""
     lines = (
         (checkout / "dataset/CommonsenseQA/train_rand_split.jsonl").read_text("utf-8").splitlines()
     )
@@ -173,8 +173,8 @@ def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
 
 
 def dialogues(checkout: Path) -> list[list[str]]:
-    """Dialogues in random order: the turns of user and assistant. The first ``DIALOGUES`` are
-    prompts; the model reads all others."""
+    """Return dialogues in random order. Each is a list of the turns of user and assistant. The
+    first ``DIALOGUES`` dialogues are prompts, and the model reads all others."""
     found = []
     for path in sorted((checkout / "train").glob("dialogues_*.json")):
         for dialogue in json.loads(path.read_text("utf-8")):
@@ -192,7 +192,7 @@ def dialogues(checkout: Path) -> list[list[str]]:
 def gathered(
     checkouts: Path, tasks: T0, rng: random.Random
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and turns of all prompts that are not held out."""
+    """Yield the kind and the turns of all prompts that are not held out."""
     code = [*instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json")]
     roleplay = [
         *instructions(
@@ -221,7 +221,7 @@ def gathered(
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     for inner in (
@@ -231,7 +231,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def tested(paths: Iterable[Path]) -> set[tuple[str, ...]]:
-    """All runs of words of the tests."""
+    """Return all runs of words of the tests."""
     lines = (line for path in paths for line in path.read_text("utf-8").splitlines())
     return {gram for line in lines for text in strings(json.loads(line)) for gram in grams(text)}
 

@@ -6,9 +6,9 @@ Questions of the test sets are left out.
 
 PACKAGES has a directory for each package of ``SOURCES``
 (``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``), and CHECKOUTS has a directory for
-each repository of ``prompts.py``. The result is a file of JSON lines for each kind of text:
-passages (every second passage of prose is an answer in a chat), or conversations with the answers
-of people or other models. ``--asked`` also writes prompts about passages and about words of
+each repository of ``prompts.py``. The result is a file of JSON lines for each kind of text. It has
+passages, or conversations with the answers of people or other models. Every second passage of prose
+is an answer in a chat. ``--asked`` also writes prompts about passages and about words of
 dictionaries.
 """
 
@@ -109,7 +109,8 @@ SOURCES = {
         ("openjdk-17-source", "**/src.zip"),
     ],
 }
-"""Packages (main of Debian 12) and patterns of the files to read, by kind."""
+"""For each kind of text, the packages (in main of Debian 12) and the patterns of the files to
+read."""
 CHARACTERS = {
     **{
         "essays": 5_200_000,
@@ -156,7 +157,7 @@ ASKED_ABOUT = {
         *("Find possible problems in this code:\n\n{}", "Write tests for this code:\n{}"),
     ),
 }
-"""Questions about passages, by kind."""
+"""The questions about passages of each kind."""
 MOST_ASKED = {
     "guide": 1500,
     "manual": 900,
@@ -193,7 +194,7 @@ TOPICS = (
 )
 PASSAGE = 2400
 LEAST = 400
-"""Largest and smallest number of characters of a passage."""
+"""The largest and the smallest number of characters of a passage."""
 ASKED = (
     "Continue this text.\n\n{}",
     "What comes next?\n\n{}",
@@ -221,7 +222,7 @@ SKIPPED = {"script", "style", "nav", "head", "footer", "info"}
 
 
 class Words(HTMLParser):
-    """The words of a page: its blocks as lines, without the navigation."""
+    """Collects the words of a page. Each block becomes a line, and the navigation is left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ def read(path: Path) -> str:
 
 
 def java(path: Path) -> str:
-    """The classes of Java's base, without the notice at the beginning of each."""
+    """Return the classes of Java's base. The notice at the beginning of each class is left out."""
     with ZipFile(path) as archive:
         names = [
             name
@@ -278,7 +279,7 @@ def java(path: Path) -> str:
 
 
 def pod(text: str) -> str:
-    """The words of Perl's documentation."""
+    """Return the words of Perl's documentation."""
     text = re.sub(
         r"^=(?:over|back|cut|encoding|begin|end|for).*$|^=(?:head\d|item) ",
         "",
@@ -291,7 +292,7 @@ def pod(text: str) -> str:
 
 
 def roff(text: str) -> str:
-    """The words of a manual page."""
+    """Return the words of a manual page."""
     found = []
     for line in text.split("\n"):
         if re.match(r"\.(?:PP|P|LP|TP|IP|SH|SS|nf|fi)\b", line):
@@ -309,7 +310,7 @@ def roff(text: str) -> str:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Pieces of about ``PASSAGE`` characters, which consist of whole paragraphs."""
+    """Yield pieces of about ``PASSAGE`` characters. A piece consists of whole paragraphs."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > PASSAGE:
@@ -320,8 +321,8 @@ def passages(text: str) -> Iterator[str]:
 
 
 def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str]]:
-    """For each package of a kind, its passages in random order, from all its files or only from
-    enough files for ``characters`` characters."""
+    """Yield the passages of each package of a kind in random order. Files are read until there is
+    enough text for ``characters`` characters."""
     for name, pattern in SOURCES[kind]:
         paths = [path for path in sorted((packages / name).glob(pattern)) if path.is_file()]
         random.Random(name).shuffle(paths)
@@ -338,7 +339,7 @@ def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str
 
 
 def line(piece: str, rng: random.Random) -> dict[str, Any]:
-    """A passage as a chat: the user gives its beginning, and the assistant continues it."""
+    """Return a passage as a chat. The user gives its beginning, and the assistant continues it."""
     cut = piece.find(" ", len(piece) // 4)
     return chat(rng.choice(ASKED).format(piece[:cut]), piece[cut:].strip())
 
@@ -353,7 +354,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
-    """Conversations with the answers of their source, for each source.
+    """Yield the conversations of each source. They have the answers that the source gives.
 
     The model also answers the questions of GPTeacher and grade-school-math itself. From the other
     sources, only conversations that are not prompts are used.
@@ -380,8 +381,8 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
 def taken(
     sources: list[list[Any]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]
 ) -> list[Any]:
-    """Take ``characters`` characters in total, in equal parts from the sources; smaller sources are
-    taken whole."""
+    """Take ``characters`` characters in total from the sources. All sources give equal parts,
+    except that smaller sources are taken whole."""
     lines = []
     for number, source in enumerate(sources := sorted(sources, key=len)):
         share = characters // (len(sources) - number)
@@ -407,8 +408,8 @@ def taken(
 def asked(
     pools: dict[str, list[str]], packages: Path, times: int, rng: random.Random
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and text of prompts about passages and about words of dictionaries: of each kind, at
-    most ``times`` its number in ``MOST_ASKED``."""
+    """Yield the kind and the text of prompts about passages and about words of dictionaries. Each
+    kind has at most ``times`` its number in ``MOST_ASKED``."""
     most = {kind: times * count for kind, count in MOST_ASKED.items()}
     for kind, forms in ASKED_ABOUT.items():
         for piece in rng.sample(pools[kind], min(most[kind], len(pools[kind]))):
