@@ -1,4 +1,5 @@
-"""Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
+"""Measure the acceptance of a head's drafts. Rounds are replayed from one parallel pass over the
+model's own greedy text.
 
 For the same tokens, a parallel pass computes the same values as drafting. A greedily drafted token
 is accepted if it is the next token of the model's greedy text. One bit per position is therefore
@@ -30,18 +31,18 @@ from eesd.model.decoder import ExitHead
 DRAFTS_PER_ROUND = 8
 """Default draft length of the replayed rounds."""
 VALIDATION_ROWS = 64
-"""Validation texts decoded in one batch."""
+"""Number of validation texts that are decoded in one batch."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over replayed rounds, as in the runtime's statistics.
+    """Counts over replayed rounds. They are the same as in the runtime's statistics.
 
     Attributes:
-        verified: For each depth, number of rounds that drafted to this depth and in which all
+        verified: For each depth, the number of rounds that drafted to this depth and in which all
             earlier drafted tokens were accepted.
-        accepted: For each depth, number of rounds whose drafted token at this depth was also
-            accepted.
+        accepted: For each depth, the number of these rounds in which the drafted token at this
+            depth was accepted, too.
         rounds: Number of rounds.
         tokens: Number of tokens that the rounds generated.
     """
@@ -85,7 +86,7 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     """Replay rounds over one text.
 
     Args:
-        correct: Whether the head's draft of token i, after ``a`` drafted tokens, is token i [A, T].
+        correct: Whether the head's draft of token i (after ``a`` drafted tokens) is token i [A, T].
             Larger values of ``a`` are treated as A - 1.
         draft_length: Drafts in a round. The last round has fewer drafts, because each round ends
             with a token of the verifier.
@@ -110,8 +111,8 @@ def replay_acceptance(
     """Count acceptance over several texts.
 
     Args:
-        texts: For each text, whether the head's draft of token i is token i [A, T]; see
-            :func:`replay_rounds`.
+        texts: For each text, whether the head's draft of token i is token i [A, T] (see
+            :func:`replay_rounds`).
         draft_length: Drafts in a round.
 
     Returns:
@@ -136,7 +137,8 @@ class GreedyDrafts:
     """The head's greedy draft for each token of one text, after 0, 1, ... A - 1 drafted tokens.
 
     Without deep layers A is 1, because the number of drafted tokens makes no difference. No round
-    reaches a draft after a wrong drafted token; such drafts are not computed and are false or 0.
+    reaches a draft after a wrong drafted token. Such drafts are not computed, and their values are
+    false or 0.
 
     Attributes:
         correct: Whether the draft is the text's token [A, T].
@@ -153,8 +155,8 @@ class GreedyDrafts:
 def drafted_rounds(
     drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND
 ) -> list[DraftedRound]:
-    """Replay rounds over one text, with the controller's input for each draft up to the first
-    rejection.
+    """Replay rounds over one text. The result has the controller's input for each draft up to the
+    first rejection.
 
     Args:
         drafts: The head's drafts.
@@ -173,7 +175,7 @@ def drafted_rounds(
 
 
 def _step(drafts: GreedyDrafts, index: int, depth: int) -> DraftStep:
-    """The draft of one token of the text, as a step of a chain."""
+    """Return the draft of one token of the text as a step of a chain."""
     age = min(depth, len(drafts.probability)) - 1
     probability = float(drafts.probability[age, index])
     return DraftStep(
@@ -193,7 +195,7 @@ class ValidationSet:
         tokens: Prompts and continuations [P, T].
         starts: Index of the first token of each continuation [P].
         ends: Index after the last token of each continuation [P].
-        hidden: For each exit layer, the hidden states after it [P, T, hidden].
+        hidden: The hidden states after each exit layer [P, T, hidden], by layer.
         kinds: Kind of each prompt [P]. Empty if all prompts are of one kind.
     """
 
@@ -236,7 +238,7 @@ class ValidationSet:
     def with_states(
         self, teacher: TeacherCall, device: torch.device, batch: int = 16
     ) -> "ValidationSet":
-        """Return the same texts with hidden states, computed by a teacher on this device from
+        """Return the same texts with hidden states. A teacher on this device computes them from
         ``batch`` rows at a time."""
         passes = [teacher(part.to(device))[0] for part in torch.split(self.tokens, batch)]
         hidden = {
@@ -281,7 +283,7 @@ class ValidationSet:
             head: The exit head.
             geometry: Shape of the model.
             lm_head: Rows of the base model's LM head for the head's columns [C, hidden], on the
-                head's device; not used if the head has its own.
+                head's device. They are not used if the head has a separate LM head.
             batch: Rows in a pass.
 
         Returns:
@@ -306,7 +308,7 @@ class ValidationSet:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the fields of :class:`GreedyDrafts` for some texts [A, B, T].
 
-        A draft after ``a`` drafted tokens is reached if these are accepted, that is, if the
+        A draft after ``a`` drafted tokens is reached if these tokens are accepted, that is, if the
         previous position is correct at age a - 1.
         """
         device = lm_head.device
@@ -346,7 +348,7 @@ class ValidationSet:
     def correct_drafts(
         self, head: ExitHead, geometry: Geometry, lm_head: Tensor
     ) -> list[NDArray[np.bool_]]:
-        """For each continuation, whether the head's draft of token i is token i [A, T]. The
+        """Return whether the head's draft of token i is token i [A, T], for each continuation. The
         arguments are those of :meth:`drafts`."""
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
@@ -354,7 +356,8 @@ class ValidationSet:
 def acceptance_by_kind(
     texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str]
 ) -> dict[str, Acceptance]:
-    """The counts of :func:`replay_acceptance` for the texts of each kind, in the order of names."""
+    """Return the counts of :func:`replay_acceptance` for the texts of each kind. The kinds are in
+    the order of their names."""
     found: dict[str, list[NDArray[np.bool_]]] = {}
     for kind, text in zip(kinds, texts, strict=False):
         found.setdefault(kind, []).append(text)
@@ -364,8 +367,8 @@ def acceptance_by_kind(
 def _greedy_columns(
     head: ExitHead, lm_head: Tensor, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely column for each input of the LM head [n, hidden], its probability, and its
-    margin; each [n], on the CPU."""
+    """Return the most likely column for each input of the LM head [n, hidden], the probability of
+    this column, and its margin. The results are [n], on the CPU."""
     weight = (lm_head if head.lm_head is None else head.lm_head.weight).float()
     found = []
     for chunk in torch.split(features, chunk_rows(len(weight), features.device)):

@@ -1,4 +1,4 @@
-"""The age of a drafted token, and the deep state that a head with deep layers reads at that age.
+"""The age of a drafted token determines which deep state a head with deep layers reads.
 
 All draft steps of a round read the deep state of the token before the root. The result at a
 position therefore depends on its *age*, the number of drafted tokens before it in the round.
@@ -19,18 +19,18 @@ AGES = 8
 """Number of distinct ages. Most drafts in training are shorter, and validation replays rounds of
 this length."""
 MEAN_ROUND = 3.0
-"""Mean number of tokens in a training round, close to the number that a round commits, so that most
-roots are at realistic distances."""
+"""Mean number of tokens in a training round. It is close to the number that a round commits, so
+that most roots are at realistic distances."""
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
-    """The root of each position [B, T], with rounds of random lengths.
+    """Return the root of each position [B, T] for rounds of random lengths.
 
     Args:
         batch: B.
         tokens: T.
         seed: Seed of the training.
-        number: Number of the batch; the same number gives the same roots.
+        number: Number of the batch. The same number gives the same roots.
     """
     random = np.random.default_rng([seed, number, AGES])
     begins: NDArray[np.bool_] = random.random((batch, tokens)) < 1 / MEAN_ROUND
@@ -41,8 +41,8 @@ def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
 
 
 def states_before(head: ExitHead, hidden: Sequence[Tensor], roots: Tensor) -> Tensor:
-    """Return the deep state that each position reads [B, T, 2 KV D]: the state of the token before
-    its root, or zero without such a token.
+    """Return the deep state that each position reads [B, T, 2 KV D]. It is the state of the token
+    before the position's root, or zero if there is no such token.
 
     Args:
         head: A head with deep layers.

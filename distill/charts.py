@@ -1,4 +1,5 @@
-"""Chart of a training run: loss and tokens per round over steps, and acceptance by depth."""
+"""Draw the chart of a training run. It shows the loss and the tokens per round over the steps, and
+the acceptance by depth."""
 
 from pathlib import Path
 

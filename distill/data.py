@@ -1,8 +1,8 @@
-"""Rows of tokens from text, JSON lines and token arrays, and the endless order in which batches use
-them.
+"""Read rows of tokens from text, JSON lines and token arrays, and choose the rows of each batch
+from an endless order.
 
-The order is a function of the seed and the position, so a resumed run continues with the same rows
-and needs no stored random state.
+The order depends only on the seed and the position. A resumed run therefore continues with the same
+rows, and needs no stored random state.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ Document = Sequence[int] | NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, and its kind: the line's ``kind``, ``category`` or ``task``, or else
-    the file's name."""
+    """The token ids and the kind of a prompt. The kind is the line's ``kind``, ``category`` or
+    ``task``, or else the file's name."""
 
     tokens: list[int]
     kind: str
@@ -56,15 +56,16 @@ class Rows:
         return len(self.tokens)
 
     def first(self, count: int) -> "Rows":
-        """The first ``count`` rows, all primary."""
+        """Return the first ``count`` rows as primary rows."""
         return Rows(self.tokens[:count], self.lengths[:count], count)
 
     def without(self, count: int) -> "Rows":
-        """All rows except the first ``count``, which must be primary rows."""
+        """Return all rows except the first ``count`` rows, which must be primary rows."""
         return Rows(self.tokens[count:], self.lengths[count:], self.num_primary - count)
 
     def digest(self, count: int | None = None) -> str:
-        """SHA-256 of the tokens and lengths of the first ``count`` rows; None for all rows."""
+        """Return the SHA-256 of the tokens and lengths of the first ``count`` rows, or of all rows
+        if ``count`` is None."""
         return hashlib.sha256(
             self.tokens[:count].tobytes() + self.lengths[:count].tobytes()
         ).hexdigest()
@@ -94,8 +95,8 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
         length: Number of training positions in a row.
 
     Returns:
-        The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped
-        unless it fills a row.
+        The windows, all primary. The last window of a document is dropped if it has fewer than
+        ``MIN_TOKENS`` tokens, unless it fills a row.
     """
     tokens = []
     lengths = []
@@ -111,8 +112,8 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
 
 
 def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]]:
-    """Join consecutive documents that fit into a row. Head and teacher see the same preceding
-    tokens, so the targets remain correct."""
+    """Join consecutive documents that fit into a row. The targets remain correct, because the head
+    and the teacher see the same preceding tokens."""
     row: list[NDArray[Any]] = []
     for document in documents:
         ids = np.asarray(document)
@@ -126,7 +127,7 @@ def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]
 
 
 def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """Read the rows of all files. No row has text from two files, so more files only add rows.
+    """Read the rows of all files. No row has text from two files, so another file only adds rows.
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
@@ -166,15 +167,15 @@ def read_prompts(
     max_tokens: int,
     seed: int,
 ) -> list[Prompt]:
-    """Read at most ``count`` prompts: the lines of ``.jsonl`` files, and random passages of other
-    files.
+    """Read at most ``count`` prompts. They are the lines of ``.jsonl`` files and random passages of
+    other files.
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
         codec: Tokenizer for text. None if the model has none.
         vocab_size: Number of tokens in the model's vocabulary.
         count: Maximum number of prompts.
-        prompt_tokens: Tokens of a prompt that is cut from text.
+        prompt_tokens: Number of tokens in a prompt that is cut from text.
         max_tokens: Longer lines of ``.jsonl`` files keep only their last ``max_tokens`` tokens.
         seed: Seed of the selection.
 
@@ -214,7 +215,7 @@ def read_prompts(
 
 
 def prompts_of_rows(rows: Rows, count: int, prompt_tokens: int) -> list[list[int]]:
-    """The first ``prompt_tokens`` tokens of each of the first ``count`` rows."""
+    """Return the first ``prompt_tokens`` tokens of each of the first ``count`` rows."""
     sizes = np.minimum(rows.lengths, prompt_tokens)
     return [rows.tokens[row, : sizes[row]].tolist() for row in range(count)]
 
@@ -222,9 +223,9 @@ def prompts_of_rows(rows: Rows, count: int, prompt_tokens: int) -> list[list[int
 def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64]:
     """Choose the prompt of each of the first rows.
 
-    Given prompts come in a random order, which changes with each pass. The model's own prompts keep
-    their order and are spread evenly among the given prompts, so the first rows need only the first
-    of the model's prompts.
+    The given prompts come in a random order, which changes with each pass over them. The model's
+    own prompts keep their order and are spread evenly among the given prompts, so the first rows
+    need only the first of the model's prompts.
 
     Args:
         rows: Number of rows.
@@ -233,7 +234,8 @@ def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64
         seed: Seed of the random orders.
 
     Returns:
-        Indices [rows] of prompts: the given prompts, then the model's own.
+        The indices [rows] of the prompts. The given prompts have the first indices, and the model's
+        own prompts follow.
     """
     times, places = np.divmod(np.arange(rows), given + own)
     before = places * own // (given + own)
@@ -258,8 +260,8 @@ def _check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
 
 
 def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
-    """Yield the documents of one file: each line of a ``.jsonl``, each row of a token array, or a
-    whole text."""
+    """Yield the documents of one file. A document is a line of a ``.jsonl`` file, a row of a token
+    array, or a whole text."""
     if path.suffix == ".npy":
         yield from np.atleast_2d(_load_npy(path))
     elif path.suffix == ".safetensors":
@@ -283,8 +285,8 @@ def _needed(codec: TextCodec | None, path: Path) -> TextCodec:
 def _read_lines(
     path: Path, codec: TextCodec | None, answer: bool
 ) -> Iterator[tuple[list[int], str]]:
-    """Yield the token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats end
-    where the model answers."""
+    """Yield the token ids and the kind of each line of a ``.jsonl`` file. If ``answer`` is true,
+    chats end where the model answers."""
     codec = _needed(codec, path)
     for line in _read_json_lines(path):
         kind = next(
@@ -305,7 +307,8 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _encode_line(path: Path, line: dict[str, Any], codec: TextCodec, answer: bool) -> list[int]:
-    """Token ids of a line's ``prompt``, ``text`` or ``messages`` (through the chat template)."""
+    """Return the token ids of a line's ``prompt``, ``text`` or ``messages`` (through the chat
+    template)."""
     for key in ("prompt", "text"):
         if isinstance(line.get(key), str):
             return codec.encode(line[key])
@@ -361,7 +364,7 @@ def _load_safetensors(path: Path) -> Iterator[NDArray[Any]]:
 
 
 def shard_name(number: int) -> str:
-    """File name of one shard of generated rows or of cached targets."""
+    """Return the file name of one shard of generated rows or of cached targets."""
     return f"shard-{number:05}.safetensors"
 
 
@@ -371,8 +374,8 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 def shuffled_indices(size: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Part of an endless sequence that runs through ``size`` rows again and again, each time in a
-    new random order.
+    """Return a part of an endless sequence. The sequence runs through ``size`` rows again and
+    again, each time in a new random order.
 
     Args:
         size: Number of rows.
@@ -397,12 +400,12 @@ def batch_indices(
     Args:
         rows: All rows.
         batch: Rows in a batch.
-        mix_share: Fraction of the batch that comes from the mixed-in rows, if there are any.
+        mix_share: Fraction of the batch that comes from the mixed-in rows, if there are such rows.
         number: Number of the batch, from 0.
         seed: Seed of the order.
 
     Returns:
-        Row indices [batch], primary rows first.
+        The row indices [batch]. The primary rows come first.
     """
     num_mixed_rows = len(rows) - rows.num_primary
     mixed = round(batch * mix_share) if num_mixed_rows else 0
@@ -423,10 +426,10 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> ND
     Args:
         counts: Number of uses of each token [V].
         size: Vd, the number of tokens to choose, at most V.
-        always: Tokens that are always included: the tokens that end a text.
+        always: Tokens that are always included. These are the tokens that end a text.
 
     Returns:
-        The ids [Vd], ascending. Among tokens with equal counts, the lowest ids are chosen.
+        The ids [Vd] in ascending order. Among tokens with equal counts, the lowest ids are chosen.
     """
     ranked = counts.copy()
     ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1

@@ -1,4 +1,5 @@
-"""The model's own text: shards of continued prompts. A stopped run continues from these shards."""
+"""Write the model's own text, which consists of shards of continued prompts. A stopped run
+continues from these shards."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,26 +20,27 @@ from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 2
-"""Number of batches of texts in a shard. Large shards keep rows busy: near the end of a shard,
-fewer and fewer rows have texts."""
+"""Number of batches of texts in a shard. Large shards keep rows busy, because near the end of a
+shard, fewer and fewer rows have texts."""
 
 LONGEST_ECHO = 64
 LEAST_ECHO = 16
-"""Maximum length, in tokens, of a passage whose repetition at the end of a text is detected, and
-the minimum length of an echo."""
+"""Two lengths in tokens. The first is the maximum length of a passage whose repetition at the end
+of a text is detected. The second is the minimum length of such a repetition (an echo)."""
 STREAM = 2
-"""Random stream of the model's own text; prompts that the model writes use the next stream."""
+"""Random stream of the model's own text. Prompts that the model writes use the next stream."""
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options that determine the generated text. Stored as ``generation.json`` next to the shards.
+    """Options that determine the generated text. They are stored as ``generation.json`` next to the
+    shards.
 
     Attributes:
         rows: Number of rows.
         batch: Rows generated at a time.
-        length: Training positions in a row; a row has at most ``length`` + 1 tokens.
-        temperatures: Temperatures of the rows, in turn. 0 is greedy.
+        length: Number of training positions in a row. A row has at most ``length`` + 1 tokens.
+        temperatures: Temperatures of the rows, which use them in rotation. 0 is greedy.
         seed: Seed of the prompt order and of sampling.
         prompts: Digest of the prompts.
         base: Fingerprint of the model.
@@ -70,12 +72,12 @@ def self_generate(
 ) -> list[Path]:
     """Write the shards that are missing.
 
-    Each shard is a function of the options and of its number, so a stopped run continues where it
-    stopped, and several processes share the work.
+    A shard depends only on the options and on its number. A stopped run therefore continues where
+    it stopped, and several processes can share the work.
 
     Args:
         writer: The model.
-        prompts: Token ids of the prompt of each row, for the first rows or for all.
+        prompts: Token ids of the prompt of each row. The last rows may be missing.
         options: Options of the text.
         directory: Directory of the shards.
         eos_token_ids: Tokens that end a row.
@@ -125,11 +127,11 @@ def self_generate(
 
 
 def without_echo(text: list[int], start: int) -> list[int]:
-    """Return the text without the repetition at its end: the repeated passage is kept once.
+    """Return the text without the repetition at its end. The repeated passage is kept once.
 
     Args:
         text: Prompt and continuation.
-        start: Tokens of the prompt, which is kept.
+        start: Number of tokens in the prompt, which is kept.
     """
     written = np.asarray(text[start:])
     for period in range(1, min(LONGEST_ECHO, len(written) // 3) + 1):
@@ -141,8 +143,8 @@ def without_echo(text: list[int], start: int) -> list[int]:
 
 
 def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:
-    """Random numbers of a text, given its index in the shard and the index ``start`` of the shard's
-    first text."""
+    """Return the random numbers of a text, given the index of the text in the shard and the index
+    ``start`` of the shard's first text."""
     return philox(seed, STREAM, start + text)
 
 

@@ -22,24 +22,24 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute the losses of n tokens.
 
-    Logits are computed in chunks, and again in the backward pass: with a large vocabulary, they
-    take too much memory to keep. A token outside of the draft vocabulary has no cross-entropy. The
-    KL divergence treats all tokens that are not kept as one outcome: scaling the kept tokens to a
-    sum of 1 would make the head overconfident. The divergence is multiplied by the teacher's
-    probability of the draft vocabulary, so that each position counts in proportion to the draft's
-    possible gain. The total variation is the probability that rejection sampling at temperature 1
-    rejects the draft's token, ignoring tokens that are not kept.
+    Logits are computed in chunks. They are computed again in the backward pass, because the logits
+    of a large vocabulary take too much memory to keep. A token outside of the draft vocabulary has
+    no cross-entropy. The KL divergence treats all tokens that are not kept as one outcome, because
+    scaling the kept tokens to a sum of 1 would make the head overconfident. The divergence is
+    multiplied by the teacher's probability of the draft vocabulary, so that each position counts in
+    proportion to the draft's possible gain. The total variation is the probability that rejection
+    sampling at temperature 1 rejects the draft's token, ignoring tokens that are not kept.
 
     Args:
-        features: The head's LM head inputs [n, hidden].
-        lm_head: Weight of the LM head [C, hidden]; C columns of logits.
-        top_ids: Columns of the teacher's most likely tokens [n, K], best first; -1 outside of the
-            draft vocabulary.
-        top_logprobs: Their log-probabilities [n, K].
+        features: Inputs [n, hidden] of the head's LM head.
+        lm_head: Weight of the LM head [C, hidden]. The logits have C columns.
+        top_ids: Columns of the teacher's most likely tokens [n, K], best first. A token outside of
+            the draft vocabulary has the column -1.
+        top_logprobs: Log-probabilities of these tokens [n, K].
 
     Returns:
-        The losses ``LOSS_NAMES`` [3, n], and whether the head's most likely token is the teacher's
-        [n].
+        The losses ``LOSS_NAMES`` [3, n], and whether the head and the teacher have the same most
+        likely token [n].
     """
     rows = chunk_rows(len(lm_head), features.device)
     if len(features) <= rows:
@@ -114,14 +114,14 @@ class Student(nn.Module):
         Args:
             batch: States, and the teacher's predictions.
             roots: Root of each position [B, T], for a head with deep layers.
-            lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used
-                if the head has its own LM head.
+            lm_head: Rows of the base model's LM head [C, hidden] for the head's columns. They are
+                not used if the head has a separate LM head.
             inputs: Inputs of the head's blocks.
             caches: Empty KV caches, one per block.
 
         Returns:
-            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions
-            that agree with the teacher.
+            The loss and four metrics [4], which are the means of ``LOSS_NAMES`` and the fraction of
+            positions that agree with the teacher.
         """
         own_lm_head = self.head.lm_head
         targets = batch.targets

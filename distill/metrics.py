@@ -46,7 +46,8 @@ class MetricsLog:
 
 
 def _is_metrics(line: Any) -> bool:
-    """Whether a value is a valid line of the log: metrics of a step, or a validation."""
+    """Whether a value is a valid line of the log. A line has the metrics of a step or a
+    validation."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
     values = (

@@ -35,7 +35,8 @@ STARTS = (
     ),
     *("Compare ", "List ", "Make a table of ", "Extract the names from this text: "),
 )
-"""Beginnings of the prompts that a model writes, used in turn. They cover common tasks."""
+"""Beginnings of the prompts that a model writes. They cover common tasks, and are used in
+rotation."""
 PRECISIONS = ("bf16", "float32")
 
 
@@ -45,8 +46,8 @@ class LossOptions:
 
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
-        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, with all
-            other tokens as one outcome.
+        kl: Weight of the KL divergence from the teacher's distribution. The distribution has the
+            teacher's top k tokens, and all other tokens together are one more outcome.
         tv: Weight of the total variation distance from the same distribution.
     """
 
@@ -68,14 +69,17 @@ class TrainingOptions:
         exit_layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
-        draft_vocab: Vd, the number of tokens that the head can predict; 0 for the whole vocabulary.
-        deep: Deep layers: the draft reads the states that they computed for committed tokens.
-        mlp: Width of the MLPs of the head's blocks; 0 for no MLPs, None for the model's width.
+        draft_vocab: Vd, the number of tokens that the head can predict, or 0 for the whole
+            vocabulary.
+        deep: Deep layers. The draft reads the states that these layers computed for committed
+            tokens.
+        mlp: Width of the MLPs of the head's blocks. 0 stands for no MLPs, and None for the width in
+            the model.
         losses: Weights of the losses.
-        steps: Optimizer steps. 0 trains nothing.
-        batch: Rows in a forward pass, on each process.
-        accumulate: Forward passes in a step.
-        length: Tokens in a row.
+        steps: Number of optimizer steps. With 0, nothing is trained.
+        batch: Number of rows in a forward pass on each process.
+        accumulate: Number of forward passes in a step.
+        length: Number of tokens in a row.
         lr: Peak learning rate.
         warmup: Fraction of the steps with a rising learning rate.
         cooldown: Fraction of the steps with a falling learning rate.
@@ -108,7 +112,8 @@ class TrainingOptions:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose states the head reads: the exit layer, then the deep layers."""
+        """The layers whose states the head reads. The exit layer comes first, then the deep
+        layers."""
         return (self.exit_layer, *self.deep)
 
     def __post_init__(self) -> None:
@@ -124,18 +129,19 @@ class DataOptions:
         files: Files of rows to train on.
         prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of
             ``files``.
-        self_prompt: Number of prompts that the model writes itself, besides those of ``prompts``.
-        self_prompt_start: Beginnings of these prompts, used in turn.
+        self_prompt: Number of prompts that the model writes itself, in addition to those of
+            ``prompts``.
+        self_prompt_start: Beginnings of these prompts, which are used in rotation.
         mixed: Files of ground-truth text to mix in.
         own_text: Directory of the generated rows.
         own_rows: Number of rows to generate.
-        own_batch: Rows generated at a time.
-        temperatures: Temperatures of the generated rows, in turn.
-        prompt_tokens: Tokens in a prompt that is cut from text.
+        own_batch: Number of rows that are generated at a time.
+        temperatures: Temperatures of the generated rows, which use them in rotation.
+        prompt_tokens: Number of tokens in a prompt that is cut from text.
         validation: Files of validation prompts. Without such files, some training rows are held
             out.
         validation_prompts: Maximum number of validation prompts.
-        validation_tokens: Tokens that the model appends to each validation prompt.
+        validation_tokens: Number of tokens that the model appends to each validation prompt.
     """
 
     files: tuple[Path, ...]
@@ -164,14 +170,14 @@ class Intervals:
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """Describe the first entry, by name, that differs between two nested dictionaries.
+    """Describe the first entry (by name) that differs between two nested dictionaries.
 
     Args:
         old: The stored options.
         new: The options of this run.
 
     Returns:
-        ``name: old value, now new value``, or None if the dictionaries are equal.
+        A text ``name: old value, now new value``, or None if the dictionaries are equal.
     """
     for name in sorted(old.keys() | new.keys()):
         before = old.get(name)
@@ -186,5 +192,5 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON value, such as the options that files are named after."""
+    """Return the SHA-256 of a JSON value, such as the options that files are named after."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

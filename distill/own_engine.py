@@ -1,4 +1,4 @@
-"""The frozen model as an engine of this project's operators, which writes and reads text with the
+"""Run the frozen model with this project's operators. The engine writes and reads text with the
 checkpoint's weights."""
 
 import shutil
@@ -26,24 +26,24 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.operators import make_session
 
 LEAST_SLOTS = 1024
-"""Minimum number of slots in an engine, limited by the model's positions. The model's prompts and
-texts then share one engine."""
+"""Minimum number of slots in an engine (at most the model's number of positions). With this
+minimum, the model's prompts and texts can share one engine."""
 LAYER = 1
 """Exit layer of the engine's head, which is never run."""
 READING = "states.onnx"
-"""The graph that also returns hidden states."""
+"""Name of the graph that also returns hidden states."""
 
 
 def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Path, Manifest]:
     """Export the model into a directory, unless an engine of this model with enough slots is there.
 
     Args:
-        checkpoint: The model. Quantized levels, and 16-bit and 32-bit weights, are kept unchanged.
+        checkpoint: The model. Quantized levels, 16-bit weights and 32-bit weights are not changed.
         directory: Directory of this process. An existing engine with fewer slots is replaced.
         slots: Minimum number of slots in the engine.
 
     Returns:
-        The directory that engines open, and its manifest.
+        The directory that engines open, and the manifest of that directory.
     """
     manifest = _stored(checkpoint, directory)
     if manifest is None or manifest.max_seq_len < slots:
@@ -65,8 +65,8 @@ def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
 
 
 def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
-    """The manifest of the existing engine; None if it is missing, damaged, or belongs to another
-    model."""
+    """Return the manifest of the existing engine, or None if it is missing, damaged, or belongs to
+    another model."""
     try:
         manifest = load_manifest(directory)
     except EESDError:
@@ -131,7 +131,7 @@ class _EngineRows:
 
 
 class EngineTeacher:
-    """Reads rows one after another, and returns the same states as drafting.
+    """Reads rows one after another, and returns the same states as drafting does.
 
     The reader has the signature of a :class:`~eesd.distill.teacher.Teacher`, and returns nearly the
     same results.
@@ -156,9 +156,9 @@ class EngineTeacher:
             checkpoint: The model.
             directory: Directory of the engine; see :func:`own_engine`.
             layers: Layers whose hidden states are returned, counted from 1.
-            top_k: Number of most likely tokens to keep at each position, at most the whole
-                vocabulary.
-            precision: ``bf16`` or ``float32``, in which the states are returned.
+            top_k: Number of most likely tokens to keep at each position (at most the whole
+                vocabulary).
+            precision: Type in which the states are returned (``bf16`` or ``float32``).
             slots: Maximum number of tokens in a row.
             threads: CPU threads.
         """
@@ -173,8 +173,8 @@ class EngineTeacher:
         self._kv_cache = CpuKVCache(manifest)
 
     def __call__(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
-        """Hidden states [B, T, hidden] after each of the layers, and the targets, for token ids
-        [B, T]."""
+        """Return the hidden states [B, T, hidden] after each of the layers and the targets, given
+        token ids [B, T]."""
         parts = [self._read(chunk, start) for row in ids for start, chunk in self._chunks(row)]
         states, top_ids, top_logprobs = zip(*parts, strict=True)
         hidden = {
@@ -190,15 +190,15 @@ class EngineTeacher:
         )
 
     def _chunks(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        """Start and tokens of each chunk of a row."""
+        """Return the start and the tokens of each chunk of a row."""
         return [
             (self.CHUNK * number, piece)
             for number, piece in enumerate(torch.split(row, self.CHUNK))
         ]
 
     def _read(self, ids: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row. The previous
-        chunks must have been read."""
+        """Return the states [n, hidden] and the most likely tokens [n, K] of a chunk of a row. The
+        previous chunks must have been read."""
         count = len(ids)
         slots = np.arange(start, start + count)
         tokens = np.stack(
@@ -216,8 +216,8 @@ class EngineTeacher:
 
 
 def _add_states(graph: Path, output: Path, of: Model, layers: Sequence[int]) -> None:
-    """Write a copy of a graph, next to its weights, that also returns the states after some layers
-    of the model."""
+    """Write a copy of a graph next to the graph's weights. The copy also returns the states after
+    some layers of the model."""
     import onnx
 
     model = read_graph(graph)

@@ -1,8 +1,7 @@
-"""One ``eesd-distill`` command: checks of the options, construction of the parts, training and
-evaluation.
+"""Run one ``eesd-distill`` command. This module checks the options, makes the parts of the run,
+trains the head and evaluates it.
 
-The base model itself loads only if something is missing: generated rows, targets, or the validation
-set.
+The base model is loaded only if generated rows, targets or the validation set are missing.
 """
 
 import os
@@ -73,12 +72,13 @@ from eesd.runtime.text import TextCodec
 
 SLOWLY = "torch runs the model, several times slower than this project's operators."
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar with a label and a total; returns a function that advances it."""
+"""A function that opens a progress bar with a label and a total. It returns a function that
+advances the bar."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The options of a run, and all parts built from them on first use.
+    """The options of a run, and the parts of the run, which are made from the options on first use.
 
     Attributes:
         checkpoint: The base model.
@@ -86,12 +86,13 @@ class Run:
         training: Options of the training.
         data: Options of the data.
         output: Output directory.
-        offline: Directory of the target cache; None to run the teacher on each batch.
-        init_head: Directory of the head to start from; None for the model's last layers.
+        offline: Directory of the target cache, or None to run the teacher on each batch.
+        init_head: Directory of the head to start from, or None to start from the model's last
+            layers.
         intervals: Steps between logged metrics, validations and checkpoints.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
-        resources: Resources of this process, kept until the command ends.
+        resources: Resources of this process. They are kept until the command ends.
     """
 
     checkpoint: Checkpoint
@@ -127,8 +128,8 @@ class Run:
         return load_decoder(self.checkpoint, self.dtype).to(self.accelerator.device)
 
     def lm_head(self, head: ExitHead) -> Tensor:
-        """Rows of the base model's LM head for the head's columns [C, hidden], float32, on this
-        process's device. Empty if the head has its own LM head."""
+        """Return the rows of the base model's LM head for the head's columns ([C, hidden], float32,
+        on this process's device). The result is empty if the head has a separate LM head."""
         device = self.accelerator.device
         if self.training.own_lm_head:
             return torch.zeros(0, self.checkpoint.geometry.hidden_size, device=device)
@@ -172,10 +173,11 @@ class Run:
         return rows if self._mixed_rows is None else add_mixed_rows(rows, self._mixed_rows)
 
     def rows(self, portion: Portion) -> tuple[Rows, int]:
-        """Read the rows of a portion, validation rows included; own text is written first.
+        """Read the rows of a portion, including the validation rows. If the rows are the model's
+        own text, missing rows are written first.
 
         Returns:
-            All existing rows, and the number of primary rows in the portion.
+            All rows that exist, and the number of primary rows that belong to the portion.
         """
         if self.data.files:
             rows = self._file_rows
@@ -205,7 +207,7 @@ class Run:
 
     @cached_property
     def _given_prompts(self) -> list[list[int]]:
-        """The prompts of files."""
+        """The prompts in the given files."""
         data = self.data
         read = self._prompts(data.prompts, data.own_rows) if data.prompts else []
         return [prompt.tokens for prompt in read]
@@ -234,7 +236,7 @@ class Run:
 
     @cached_property
     def _engine_directory(self) -> Path:
-        """Directory of the engine that writes and reads in this process. It exists until
+        """Directory of the engine that writes and reads text in this process. It exists until
         ``resources`` are closed."""
         self.output.mkdir(parents=True, exist_ok=True)
         return self.resources.enter_context(temporary_beside(self.output / "engine"))
@@ -245,8 +247,8 @@ class Run:
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
     def _writer(self) -> Writer:
-        """The writer of the model's own text: on a CPU, this project's operators, which read the
-        weights as stored."""
+        """Return the writer of the model's own text. On a CPU, this project's operators write it
+        with the weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         return TorchWriter(self.decoder)
@@ -294,7 +296,8 @@ class Run:
 
     @cached_property
     def validation(self) -> tuple[ValidationSet, int]:
-        """The validation set, made or loaded, and the number of rows that its prompts come from.
+        """Make or load the validation set. Returns it with the number of rows that its prompts come
+        from.
 
         Raises:
             EESDError: There are too few rows, or a prompt is too long for the model.
@@ -331,7 +334,7 @@ class Run:
         return replace(ValidationSet.load(path), kinds=kinds), held
 
     def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int) -> None:
-        """Make the file of the validation set, or add states of layers that are missing from it."""
+        """Make the file of the validation set, or add the states of layers that the file lacks."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             validation = ValidationSet.load(path)
@@ -347,17 +350,18 @@ class Run:
             validation.with_states(teacher, self.accelerator.device).save(path)
 
     def targets(self, rows: Rows, count: int) -> TargetSource:
-        """Make the source of training batches. With a cache, its missing part is computed first.
+        """Make the source of training batches. If there is a cache, its missing part is computed
+        first.
 
         Args:
             rows: All existing training rows.
-            count: Number of rows needed, from the first one.
+            count: Number of rows that are needed, counted from the first.
 
         Returns:
             The source.
 
         Raises:
-            EESDError: The cache has other data or options, or the disk is too small.
+            EESDError: The cache was made with other data or options, or the disk is too small.
         """
         training = self.training
         geometry = self.checkpoint.geometry
@@ -394,7 +398,7 @@ class Run:
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
-        """The teacher: on a CPU, this project's operators."""
+        """Return the teacher. On a CPU, this project's operators run it."""
         top_k = self.training.top_k
         precision = self.training.precision
         if self._has_operators:
@@ -405,7 +409,8 @@ class Run:
         return Teacher(self.decoder, layers, top_k, precision)
 
     def given_head(self) -> ExitHead | None:
-        """The head in ``init_head``, with its draft vocabulary; None without ``init_head``.
+        """Return the head in ``init_head`` with its draft vocabulary, or None if there is no
+        ``init_head``.
 
         Raises:
             EESDError: Its shape differs from the options.
@@ -437,8 +442,9 @@ class Run:
         return head
 
     def initial_head(self) -> ExitHead:
-        """The head before training: the head in ``init_head``, or a new one from the model's last
-        layers. Its draft vocabulary has the tokens that the first portion uses most.
+        """Return the head before training. It is the head in ``init_head``, or a new head that is
+        made from the model's last layers. Its draft vocabulary has the tokens that the first
+        portion uses most.
 
         Raises:
             EESDError: The shape of the head in ``init_head`` differs from the options.
@@ -457,7 +463,7 @@ class Run:
         return make_initial_head(self.checkpoint, self.head_config(), ids)
 
     def head_config(self) -> ExitConfig:
-        """Configuration of the head that the options describe."""
+        """Return the configuration of the head that the options describe."""
         training = self.training
         base = self.checkpoint.fingerprint()
         return ExitConfig(
@@ -480,7 +486,7 @@ class Run:
         """
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
-        self.given_head()  # both checks first: errors come before the long work
+        self.given_head()  # both checks come first, so that errors appear before the long work
         begun = time.monotonic()
         validation, held = self.validation
         files = self.data.files
@@ -522,7 +528,8 @@ class Run:
             begun = time.monotonic()
 
     def _read(self, portion: Portion, held: int) -> tuple[Rows, TargetSource]:
-        """The rows of a portion without the first ``held`` rows, and their targets."""
+        """Return the rows of a portion without the first ``held`` rows, and the targets of these
+        rows."""
         rows, count = self.rows(portion)
         rows = rows.without(held)
         count = len(rows) if self.data.mixed else count - held
@@ -530,7 +537,7 @@ class Run:
 
     def write_initial_head(self) -> None:
         """Copy the head in ``init_head`` into the output directory, unless it is already there.
-        Without ``init_head`` the head is the model's own norm and LM head, with the draft
+        Without ``init_head``, the head consists of the model's own norm and LM head, with the draft
         vocabulary of the options.
 
         Raises:
@@ -594,7 +601,7 @@ class Run:
 
 
 def make_accelerator() -> Accelerator:
-    """The accelerator of this process, which runs alone, or was started by torchrun or
+    """Return the accelerator of this process. The process runs alone, or was started by torchrun or
     ``accelerate launch``."""
     # Without this, accelerate does not distribute over CPU processes.
     cpu = not torch.accelerator.is_available()
@@ -615,7 +622,7 @@ def checked(
     Args:
         options: The options of ``eesd-distill``, by parameter name.
         config: Configuration of the model.
-        given: Configuration of the head that the run starts from; None to start from the model's
+        given: Configuration of the head that the run starts from, or None to start from the model's
             last layers.
 
     Raises:
@@ -676,7 +683,7 @@ def checked(
 
 
 def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
-    """Check the command's options. Reads only the headers of the checkpoint.
+    """Check the command's options. This function reads only the headers of the checkpoint.
 
     Args:
         options: The options of ``eesd-distill``, by parameter name.

@@ -1,5 +1,5 @@
-"""Prompts that the model writes itself: it continues the beginning of its chat template's user turn
-(Magpie, Xu et al. 2024, arXiv 2406.08464)."""
+"""Let the model write its own prompts. It continues the beginning of the user turn in its chat
+template (Magpie, Xu et al. 2024, arXiv 2406.08464)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
 SHARD_TRIES = 32
-"""Number of prompts attempted for one file."""
+"""Number of attempts to write a prompt for one file."""
 MAX_TOKENS = 256
 """Maximum number of tokens in a turn. Longer turns are dropped, because the model does not end
 them."""
@@ -34,7 +34,7 @@ class SelfPromptOptions:
 
     Attributes:
         prompts: Minimum number of prompts.
-        starts: Beginnings of the user turns, used in turn.
+        starts: Beginnings of the user turns. They are used in rotation.
         seed: Seed of sampling.
         base: Fingerprint of the model.
         max_positions: Maximum number of positions of the model.
@@ -67,14 +67,13 @@ def self_prompts(
         codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
-        eos_token_ids: Tokens that end a turn, in addition to the template's first token after a
-            turn.
+        eos_token_ids: Tokens that end a turn. The template's first token after a turn also ends it.
         advance: Called with the number of prompts of each file.
         rows: Prompts in a batch.
         needed: Minimum number of prompts needed now.
 
     Returns:
-        The first files, whose lines have ``messages``.
+        The first files. Their lines have ``messages``.
 
     Raises:
         EESDError: The model has no chat template, or writes no prompts.
@@ -109,7 +108,7 @@ def self_prompts(
 
 
 def around_turns(codec: TextCodec) -> tuple[str, str]:
-    """The text that the chat template puts before and after a user's turn. Raises
+    """Return the text that the chat template puts before and after a user's turn. Raises
     :class:`EESDError` if there is none."""
     opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
     return opening, closing
@@ -123,7 +122,7 @@ def _user_turns(
     eos_token_ids: Sequence[int],
     rows: int,
 ) -> list[str]:
-    """Distinct user turns of one file, without turns that the model did not end."""
+    """Return the distinct user turns of one file, without the turns that the model did not end."""
     opening, closing = around_turns(codec)
     encode = codec.tokenizer.encode
     ends = {*eos_token_ids, *encode(closing, add_special_tokens=False).ids[:1]}

@@ -16,13 +16,13 @@ MAKE_AGAIN = "delete it, and the next run makes it again"
 
 
 def damaged(path: Path, remedy: str = MAKE_AGAIN) -> EESDError:
-    """The error for a file that no run can have written."""
+    """Return the error for a file that no run can have written."""
     return EESDError(f"{path} is damaged; {remedy}.")
 
 
 def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises :class:`EESDError` with the remedy if that is not
-    possible."""
+    """Read a safetensors file. Raises :class:`EESDError` with the remedy if the file cannot be
+    read."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError, ValueError):
@@ -32,8 +32,8 @@ def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Add the name of the file or directory to errors in writing. Errors of safetensors and of full
-    disks do not contain it."""
+    """Add the name of the file or directory to errors that occur while it is written. Errors of
+    safetensors and of full disks do not contain it."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -49,7 +49,7 @@ def saving(path: Path) -> Iterator[None]:
 
 @contextmanager
 def saved_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the name ``path`` when the block ends normally; errors name
+    """Yield a temporary file. It gets the name ``path`` when the block ends normally. Errors name
     ``path``."""
     with saving(path), written_whole(path) as temporary:
         yield temporary

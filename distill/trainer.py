@@ -1,4 +1,5 @@
-"""The training loop: steps, checkpoints for exact resume, validation by acceptance."""
+"""The training loop. It runs the steps, saves checkpoints (from which a run resumes exactly), and
+validates the head by its acceptance."""
 
 import json
 import math
@@ -38,8 +39,8 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""Exponent of the running mean of the head's parameters, at a constant learning rate: step t has
-the weight t ** 3, so the mean lags by a fifth of the run."""
+"""Exponent of the running mean of the head's parameters, which is used at a constant learning rate.
+Step t has the weight t ** 3, so the mean lags by a fifth of the run."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Files of a checkpoint."""
 _STATES = {
@@ -50,7 +51,8 @@ _STATES = {
 
 
 def _foreign(checkpoint: Path) -> str:
-    """The reason not to replace or delete a checkpoint's directory, or ""."""
+    """Return the reason not to replace or delete a checkpoint's directory, or "" if there is no
+    reason."""
     other = (
         path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file()
     )
@@ -89,8 +91,8 @@ def _check_head(output: Path) -> None:
 
 
 def learning_rate(options: TrainingOptions, step: int) -> float:
-    """The learning rate of step ``step`` (from 0): linear warm-up, plateau, linear cooldown to 2 %
-    of the peak."""
+    """Return the learning rate of step ``step`` (counted from 0). It rises linearly, stays at the
+    peak, and falls linearly to 2 % of the peak."""
     warmup = (step + 1) / max(1.0, options.warmup * options.steps)
     remaining = (options.steps - step) / options.steps
     cooldown = 0.02 + 0.98 * remaining / options.cooldown if options.cooldown else 1.0
@@ -98,8 +100,8 @@ def learning_rate(options: TrainingOptions, step: int) -> float:
 
 
 def make_optimizers(head: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of a head: Muon (Jordan et al. 2024) for the blocks' matrices, and AdamW
-    for the rest.
+    """Make the optimizers of a head. Muon (Jordan et al. 2024) trains the matrices of the blocks,
+    and AdamW trains the rest.
 
     Muon's updates are scaled so that both optimizers use the same learning rate.
     """
@@ -141,13 +143,13 @@ class Trainer:
             accelerator: Distributes the training over processes.
             head: The head to train.
             geometry: Shape of the model.
-            lm_head: Returns the rows of the base model's LM head for a head's columns [C, hidden],
-                float32; not used if the head has its own LM head.
+            lm_head: A function that returns the rows of the base model's LM head for a head's
+                columns ([C, hidden], float32). It is not used if the head has a separate LM head.
             options: Options of the training.
             validation: The validation set.
             output: Existing output directory.
-            identity: Model, data and initial weights. A run resumes only if they and the options
-                are the same.
+            identity: Describes the model, the data and the initial weights. A run resumes only if
+                these and the options are the same.
         """
         self.accelerator = accelerator
         self.geometry = geometry
@@ -199,9 +201,9 @@ class Trainer:
         report: Report,
         advance: Callable[[int], None],
     ) -> None:
-        """Train to a step, validate and save there.
+        """Train up to a step. Then validate the head and save a checkpoint.
 
-        SIGTERM and Ctrl-C take effect after the current step, whose weights are saved.
+        SIGTERM and Ctrl-C take effect after the current step. The weights of that step are saved.
 
         Args:
             rows: The rows to train on.
@@ -212,7 +214,7 @@ class Trainer:
             advance: Called with the number of finished steps.
 
         Raises:
-            EESDError: The loss is not a number; the last checkpoint is kept.
+            EESDError: The loss is not a number. The last checkpoint is kept.
         """
         alone = self.accelerator.num_processes == 1
         with held_signals() if alone else nullcontext(HeldSignals()) as held:
@@ -239,18 +241,19 @@ class Trainer:
                 self._save()
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of the steps in this process and, on a GPU, its peak memory in bytes over all
-        phases."""
+        """Return the time of the steps in this process in seconds. On a GPU, also return the peak
+        memory over all phases in bytes."""
         spent: dict[str, float] = {"seconds": round(self._seconds, 2)}
         if self.accelerator.device.type == "cuda":
             spent["peak_bytes"] = torch.cuda.max_memory_allocated(self.accelerator.device)
         return spent
 
     def _train_step(self, rows: Rows, targets: TargetSource) -> Tensor:
-        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
-        :meth:`_read`.
+        """Run one optimizer step over ``accumulate`` batches. Returns the mean metrics of the step,
+        which :meth:`_read` reads.
 
-        This reads no value from a GPU, so that the next step is sent before this step ends.
+        The method reads no value from a GPU, so that the next step can be sent before this step
+        ends.
         """
         options = self.options
         processes = self.accelerator.num_processes
@@ -281,8 +284,9 @@ class Trainer:
         return mean
 
     def _read(self, mean: Tensor, step: int) -> dict[str, float]:
-        """Metrics of a step. A non-finite loss stays non-finite in later steps, so weights trained
-        with it are never saved, even if a GPU is ahead."""
+        """Return the metrics of a step. After a non-finite loss, the losses of later steps are also
+        non-finite. Weights that were trained with such a loss are therefore never saved, even if a
+        GPU is ahead."""
         values = mean.tolist()
         if not math.isfinite(values[0]):
             raise EESDError(
@@ -305,7 +309,7 @@ class Trainer:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Within the block, give the head the mean of its weights, if the run averages weights."""
+        """If the run averages weights, the head has the mean of its weights within the block."""
         self._swap()
         try:
             yield
@@ -320,7 +324,7 @@ class Trainer:
             mean.copy_(kept)
 
     def _roots(self, number: int) -> Tensor | None:
-        """Root of each position of a batch, for a head with deep layers."""
+        """Return the root of each position of a batch, for a head with deep layers."""
         options = self.options
         if not options.deep:
             return None
@@ -350,7 +354,7 @@ class Trainer:
         return metrics
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizers' state, as ``<optimizer>|<parameter>|<name>``."""
+        """Return the state of the optimizers. Its names are ``<optimizer>|<parameter>|<name>``."""
         return {
             f"{number}|{parameter}|{name}": value
             for number, optimizer in enumerate(self._own_optimizers)
@@ -359,14 +363,15 @@ class Trainer:
         }
 
     def full_head(self) -> ExitHead:
-        """A copy of the head, with the mean of its weights if it is averaged."""
+        """Return a copy of the head, which has the mean of the weights if the run averages
+        weights."""
         head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
         with self._averaged():
             head.load_state_dict(self.head.state_dict())
         return head.to(self.accelerator.device)
 
     def _save(self) -> None:
-        """Write checkpoint and head. The checkpoint's directory gets its name when it is
+        """Write a checkpoint and the head. The checkpoint's directory gets its name when it is
         complete."""
         if self.accelerator.is_main_process:
             averaged = self.full_head()
@@ -435,8 +440,8 @@ class Trainer:
         self.metrics.start(self.step)
 
     def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options that a continued run must keep. At a constant rate, it may have more steps and
-        more data."""
+        """Return the options that a continued run must keep. At a constant learning rate, the run
+        may have more steps and more data."""
         return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 
     def _load_head(self, path: Path, remedy: str) -> None:
