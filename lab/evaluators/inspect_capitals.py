@@ -1,5 +1,5 @@
-"""Inspect: the questions of ``capitals.csv`` as a multiple choice, and as a function that the model
-must call."""
+"""A task for Inspect. It asks the questions of ``capitals.csv`` as a multiple choice, and as a
+function that the model must call."""
 
 from pathlib import Path
 
@@ -41,8 +41,8 @@ def remember() -> Tool:
 
 @scorer(metrics=[accuracy(), stderr()])
 def remembered() -> Scorer:
-    """Whether the function received the capital. ``includes`` reads only the model's text, which a
-    forced call leaves empty."""
+    """Score whether the function received the capital. ``includes`` reads only the model's text,
+    which a forced call leaves empty."""
 
     async def score(state: TaskState, target: Target) -> Score:
         result = state.messages[-1].text

@@ -2,8 +2,8 @@
 llama-cpp-python.
 
 The texts are unusual, and the vocabularies are such that the token ids show where a text is cut.
-``--write`` writes the expected results of ``tests/text/test_gguf_tokenizer.py``: hashes of
-llama.cpp's token ids.
+``--write`` writes the expected results of ``tests/text/test_gguf_tokenizer.py``, which are hashes
+of llama.cpp's token ids.
 
     PYTHONPATH=tests python -m lab.gguf_tokenizers [--texts 2000] [--vocabulary M.gguf] [--write]
 """
@@ -37,7 +37,8 @@ SPECIAL = {
     "<|user|>": 4,
     "  <<x>>": 4,
 }
-"""Types by token. llama.cpp treats ``<|endoftext|>`` as a control token, whatever its type."""
+"""The type of each special token. llama.cpp treats ``<|endoftext|>`` as a control token, whatever
+its type."""
 FLAGS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {"pre": "llama-bpe", "add_bos_token": False},
@@ -51,12 +52,13 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
         {"general.name": "A phi3"},
     ],
 }
-"""Metadata that affects token ids, in addition to the rules, by ``tokenizer.ggml.model``."""
+"""For each ``tokenizer.ggml.model``, the metadata that affects token ids in addition to the
+rules."""
 
 
 def odd_texts(data: dict[str, Any], count: int) -> list[str]:
-    """The texts of the test, and random texts: pieces that rules treat differently, and characters
-    of many scripts.
+    """Return the texts of the test and random texts. The random texts have pieces that rules treat
+    differently, and characters of many scripts.
 
     Unicode's version decides which characters are letters, so only characters with a name in
     Python are used.
@@ -78,7 +80,7 @@ def odd_texts(data: dict[str, Any], count: int) -> list[str]:
 
 
 def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
-    """A vocabulary, as metadata, whose merges cross every place where a rule might cut."""
+    """Return a vocabulary as metadata. Its merges cross every place where a rule might cut."""
     tokenizer = Tokenizer(models.BPE())
     if kind == "gpt2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,7 +117,7 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
 
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str], list[int]]]:
-    """A function that tokenizes a text with llama.cpp and the vocabulary of a file."""
+    """Give a function that tokenizes a text with llama.cpp and the vocabulary of a file."""
     import llama_cpp as library
 
     options = library.llama_model_default_params()

@@ -1,2 +1,2 @@
-"""EESD side by side with other runtimes: convert a checkpoint for each runtime, run each in turn in
-a separate process, report."""
+"""Compares EESD with other runtimes. The tools convert a checkpoint for each runtime, run the
+runtimes in turn in separate processes, and write a report."""

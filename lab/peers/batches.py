@@ -1,5 +1,5 @@
-"""Many requests at once: throughput and latency of batches by concurrency, for EESD and other
-runtimes that batch.
+"""Measures many requests at once. EESD and other runtimes that batch are compared by the throughput
+and the latency of their batches at several concurrencies.
 
 Each contestant is a separate process, and waits while another runs. At concurrency n, n clients
 request one text after another. All contestants take a turn, and this is repeated.
@@ -28,7 +28,8 @@ BATCH_WORKERS = {
 }
 """Runtimes that batch. llama.cpp's server is in the package xllamacpp."""
 MODES = ("automatic", "always", "never")
-"""Modes of EESD's batch: drafting depends on the load, is done in every round, or never."""
+"""The modes of EESD's batch. Drafting depends on the load, or is done in every round, or is never
+done."""
 ROWS = 16
 """Maximum number of requests that a contestant runs at the same time."""
 
@@ -38,8 +39,8 @@ class Options:
     """Options of a measurement.
 
     Attributes:
-        concurrency: Numbers of clients, in order.
-        new_tokens, shortest: Numbers of tokens of the longest and of the shortest text.
+        concurrency: The numbers of clients in the order in which they are measured.
+        new_tokens, shortest: Number of tokens of the longest text and of the shortest text.
         prompt_tokens: Maximum number of tokens of a prompt.
         rounds: Repetitions.
         levels: Number of levels that EESD drafts in the mode ``always``.
@@ -56,7 +57,8 @@ class Options:
 
 
 def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, str]]:
-    """Contestants and modes by name: EESD in three modes, and the other runtimes that batch."""
+    """Return the contestants and their modes by name. EESD has three modes, and each of the other
+    runtimes that batch has one."""
     found = {}
     for one in contestants:
         if one.is_plain and one.peer in BATCH_WORKERS:
@@ -73,14 +75,14 @@ def measure(
     seconds: float,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure all contestants; a contestant that cannot be loaded is left out. Returns the
-    content of the JSON file.
+    """Measure all contestants and return the content of the JSON file. A contestant that cannot be
+    loaded is left out.
 
     Args:
         contestants: The contestants that read the GGUF file.
         prompts: Token ids.
         options: Measurements to make.
-        pythons: Interpreter by peer.
+        pythons: The interpreter of each peer.
         seconds: Longest time of one measurement.
         report: Called with a line for each measurement.
     """
@@ -114,8 +116,8 @@ def measure(
                     path=one.path,
                     options={**settings, "mode": mode, "variant": one.variant},
                 )
-                # The first use of memory costs time. So each process has used the memory that it
-                # needs before anything is measured.
+                # The first use of memory costs time, so each process uses the memory that it needs
+                # before anything is measured.
                 process.ask(
                     "serve",
                     prompts=prompts,
@@ -162,8 +164,8 @@ def is_batches(raw: Any) -> bool:
 def choose_prompts(
     engine_dir: Path, tasks: Sequence[str], count: int, most: int
 ) -> list[list[int]]:
-    """Token ids of prompts, spread evenly over the tasks; as chats if the model has a chat
-    template."""
+    """Return the token ids of prompts that are spread evenly over the tasks. If the model has a
+    chat template, the prompts are chats."""
     llm = load(engine_dir, "ort", speculation=None)
     texts = [task.text for task in load_tasks(tasks)]
     chosen = [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
@@ -174,12 +176,13 @@ def choose_prompts(
 
 
 def _rate(found: dict[str, Any]) -> float:
-    """Tokens per second of all texts together."""
+    """Return the tokens per second of all texts together."""
     return float(sum(len(request["times"]) for request in found["requests"]) / found["seconds"])
 
 
 def _summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median rate over the repetitions, and percentiles of latencies over all requests."""
+    """Return the median rate over the repetitions, and percentiles of the latencies over all
+    requests."""
     requests = [request for one in found for request in one["requests"]]
     first = sorted(request["times"][0] for request in requests)
     between = sorted(
@@ -200,7 +203,8 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str, float]:
-    """Share of texts that equal those of EESD's plain decoding with one client, by contestant."""
+    """Return, for each contestant, the share of texts that equal those of EESD's plain decoding
+    with one client."""
     never = samples.get(f"{EESD}, {MODES[2]}")
     if never is None:
         return {}
@@ -220,8 +224,8 @@ def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str,
 
 
 def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
-    """Lines on tokens per second, time to the first token and time between tokens, by contestant
-    and number of clients."""
+    """Return the lines of the report. They show the tokens per second, the time to the first token
+    and the time between tokens for each contestant and number of clients."""
     by = results["results"]
     options = results["options"]
     counts = list(next(iter(by.values())))

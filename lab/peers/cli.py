@@ -1,4 +1,4 @@
-"""``python -m lab.peers``: EESD side by side with other runtimes."""
+"""``python -m lab.peers``: the commands that compare EESD with other runtimes."""
 
 import json
 import sys
@@ -141,7 +141,7 @@ def run(
     overwrite: bool,
     **given: Any,
 ) -> None:
-    """Let all contestants decode the same prompts, and compare speed, memory and quality."""
+    """Let all contestants decode the same prompts, and compare their speed, memory and quality."""
     record = Work.load(work)
     everybody = record.contestants(work)
     able = [one for one in everybody if one.variant == GGUF]
@@ -230,7 +230,7 @@ def tokens_command(
 
 
 def _engines(contestants: list[Contestant]) -> list[Path]:
-    """The engine directories that contestants load."""
+    """Return the engine directories that contestants load."""
     return [Path(one.path) for one in contestants if one.peer == EESD]
 
 
@@ -319,8 +319,8 @@ def passes_command(
 @THREADS
 @click.option("--timeout", type=COUNT, default=900, help="Seconds of one measurement.")
 def batches_command(work: Path, output: Path, peer_python: str | None, **given: Any) -> None:
-    """Measure throughput and latency of batches of EESD and other runtimes, by the number of
-    clients."""
+    """Measure the throughput and the latency of batches of EESD and other runtimes for several
+    numbers of clients."""
     record = Work.load(work)
     members = [one for one in record.contestants(work) if one.variant == GGUF]
     own = next((one for one in members if one.peer == EESD), None)

@@ -1,4 +1,4 @@
-"""The contestants: runtimes, and the ways in which each runtime decodes one GGUF file."""
+"""The contestants. They are runtimes, and the ways in which each runtime decodes one GGUF file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from eesd.common.errors import EESDError
 GGUF = "gguf"
 F32 = "F32"
 VARIANTS = (GGUF, F32)
-"""Forms of a model: the given file, or its values in float32. Only EESD has the float32 form, the
-reference for all distributions."""
+"""The forms of a model. They are the given file, and its values in float32. Only EESD has the
+float32 form, which is the reference for all distributions."""
 EESD = "EESD"
 LLAMA_CPP = "llama.cpp"
 IK_LLAMA_CPP = "ik_llama.cpp"
@@ -49,8 +49,8 @@ class Contestant:
     Attributes:
         peer: Key of :data:`PEERS`.
         variant: One of :data:`VARIANTS`.
-        mode: ``plain``, or a mode of the peer; for EESD also the name of CPU kernels, with which it
-            decodes plainly.
+        mode: ``plain``, or a mode of the peer. For EESD, it may also be the name of CPU kernels,
+            with which EESD decodes plainly.
         path: File or directory that the worker loads.
     """
 
@@ -79,13 +79,14 @@ class Contestant:
 
 
 def of_variant(peer: str, variant: str, path: Path) -> list[Contestant]:
-    """The contestants that load one form of the model, plain decoding first."""
+    """Return the contestants that load one form of the model. Plain decoding comes first."""
     modes = PEERS[peer].modes if variant == GGUF else ()
     return [Contestant(peer, variant, mode, str(path)) for mode in ("plain", *modes)]
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    """The names that match a pattern (``*`` stands for any text); without patterns, all names.
+    """Return the names that match a pattern, in which ``*`` stands for any text. If there are no
+    patterns, all names are returned.
 
     Raises:
         EESDError: A pattern matches nothing.

@@ -1,5 +1,5 @@
-"""One model in the forms that the peers read, in a work directory with a record of successes and
-failures."""
+"""Converts one model to the forms that the peers read. They are in a work directory, and a record
+lists successes and failures."""
 
 import json
 import subprocess
@@ -28,8 +28,9 @@ class Work:
     Attributes:
         model: The GGUF file.
         python: The interpreter that has the peers.
-        made: Seconds of the conversion and bytes of the result, by variant (``EESD F32``).
-        skipped: Reason for a missing variant, by variant.
+        made: For each variant (such as ``EESD F32``), the seconds of the conversion and the bytes
+            of the result.
+        skipped: For each missing variant, the reason why it is missing.
     """
 
     model: str
@@ -39,7 +40,7 @@ class Work:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read the record. Raises :class:`EESDError` if there is none, or it is damaged."""
+        """Read the record. Raises :class:`EESDError` if the record is missing or damaged."""
         raw = read_json_object(directory / RECORD, REMEDY)
         try:
             return cls(**raw)
@@ -53,7 +54,7 @@ class Work:
             temporary.write_text(json.dumps(asdict(self), indent=1), "utf-8")
 
     def contestants(self, directory: Path) -> list[Contestant]:
-        """All contestants that can run, from the work directory's forms of the model."""
+        """Return all contestants that can run with the forms of the model in the work directory."""
         found = []
         for name in self.made:
             peer, variant = name.split(" ")
@@ -62,17 +63,17 @@ class Work:
 
 
 def variant_dir(directory: Path, peer: str, variant: str) -> Path:
-    """Path of a form of the model in the work directory."""
+    """Return the path of a form of the model in the work directory."""
     return directory / f"{peer}-{variant}"
 
 
 def directory_bytes(directory: Path) -> int:
-    """Size of all files of a directory."""
+    """Return the size of all files of a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def variants() -> list[str]:
-    """All conversions of a model."""
+    """Return the names of all conversions of a model."""
     return [
         f"{peer} {variant}"
         for variant in VARIANTS
@@ -95,7 +96,7 @@ def convert(
         work: The record, which is updated and saved.
         directory: The work directory.
         options: Options of ``eesd-export``.
-        wanted: Names of variants, in order.
+        wanted: Names of the variants in the order of conversion.
         seconds: Longest time of one conversion.
         report: Called with a line for each variant.
     """

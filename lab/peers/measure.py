@@ -1,4 +1,4 @@
-"""The comparison: the processes of all contestants exist at the same time, and decode each prompt
+"""The comparison. The processes of all contestants exist at the same time, and decode each prompt
 one after another."""
 
 import time
@@ -14,11 +14,11 @@ from lab.peers.quality import measure_quality, reference_of
 from lab.peers.results import Load, Prompt, Quality, Result, Run
 
 REST_SECONDS = 0.2
-"""Pause before each run: threads of the previous contestant may still spin."""
+"""The pause before each run, because threads of the previous contestant may still spin."""
 WARM_UP_TOKENS = 4
 COUNTED_SECONDS = 1.0
-"""Smallest processor time for which threads are counted; the system counts in hundredths of a
-second."""
+"""Threads are counted only if they took at least this much processor time, because the system
+counts in hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Options:
     """Options of a comparison.
 
     Attributes:
-        processes: Fresh processes of each contestant.
+        processes: Number of fresh processes of each contestant.
         threads: CPU threads of each contestant.
         window: Number of tokens in a window of the held-out text.
-        quality_file: Held-out text; None measures no quality.
+        quality_file: A file with held-out text, or None to measure no quality.
         quality_tokens: Maximum number of tokens of the held-out text.
     """
 
@@ -61,7 +61,7 @@ class Comparison:
     report: Callable[[str], None]
 
     def run(self, windows: list[list[int]], others: Iterable[Contestant] = ()) -> None:
-        """Measure the speed, and the quality if there are windows of held-out text.
+        """Measure the speed. If there are windows of held-out text, measure the quality as well.
 
         One of ``others`` can be the reference of the quality without taking part.
         """
@@ -136,8 +136,8 @@ class Comparison:
                 self.result.save(self.path)
 
     def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
-        """Number of threads that computed since ``before``; None if too little was computed to
-        count them, or if the system does not report times.
+        """Return the number of threads that computed since ``before``. Return None if too little
+        was computed to count them, or if the system does not report times.
 
         Raises:
             PeerError: The number differs from the requested number.
@@ -253,7 +253,7 @@ class Comparison:
 
 
 def takes(contestant: Contestant, prompt: Prompt) -> bool:
-    """Whether a contestant decodes a prompt. Some contestants are not measured with a
+    """Return whether a contestant decodes a prompt. Some contestants are not measured with a
     temperature."""
     return contestant.samples or not prompt.temperature
 

@@ -1,5 +1,5 @@
-"""Single passes side by side: one or several tokens after a filled cache, and whole prompts, with
-the machine's peaks from the same run."""
+"""Measures single passes of several runtimes. A pass computes one or several tokens after a filled
+cache, or a whole prompt. The machine's peaks are measured in the same run."""
 
 import json
 import subprocess
@@ -25,14 +25,14 @@ TAKERS = (EESD, LLAMA_CPP)
 """Peers that can run a pass over several tokens."""
 PEAKS = Path(__file__).with_name("peaks.cpp")
 MEMORY = "memory"
-"""Name of plain memory reads, which are measured in turn with the passes."""
+"""The name of plain memory reads. They are measured in turn with the passes."""
 READ_BYTES = 1 << 28
 TURN = 4
 """Number of passes, or reads, in a contestant's turn. An additional pass before these passes warms
 up."""
 PROMPT_TURNS = 3
 REST_SECONDS = 0.05
-"""Pause before a turn: threads of the previous contestant may still spin."""
+"""The pause before a turn, because threads of the previous contestant may still spin."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Pass:
         contestant: Its name, or :data:`MEMORY` for reading alone.
         threads: CPU threads.
         behind: Number of tokens in the cache.
-        rows: Number of tokens in a pass, each with its logits. With an empty cache, the number of
-            tokens in a prompt, of which only the last has logits.
+        rows: Number of tokens in a pass. Each of them gets logits. If the cache is empty, it is the
+            number of tokens in a prompt, of which only the last gets logits.
         seconds: Seconds of each pass.
-        bytes: Weights, keys and values that a pass reads.
+        bytes: Number of bytes of the weights, keys and values that a pass reads.
     """
 
     contestant: str
@@ -65,9 +65,9 @@ class Passes(Saved):
         model: Name of the model.
         options: Measurements that were made.
         weights, products: The results of :func:`tensor_sizes`.
-        machine, packages: Description of the machine, and versions of the peers.
-        peaks: Maximum number of 8-bit products per second in a run, by number of threads and
-            kernels.
+        machine, packages: Description of the machine, and the versions of the peers.
+        peaks: Maximum number of 8-bit products per second in a run, for each number of threads and
+            for each kind of kernels.
         passes: The measurements.
     """
 
@@ -86,8 +86,8 @@ class Passes(Saved):
 
 
 def tensor_sizes(file: Path) -> tuple[int, int]:
-    """Number of bytes of the tensors that a pass reads, and number of elements of the layers'
-    matrices.
+    """Return the number of bytes of the tensors that a pass reads, and the number of elements of
+    the layers' matrices.
 
     An embedding table is read only if it is the LM head as well.
     """
@@ -108,8 +108,8 @@ def tensor_sizes(file: Path) -> tuple[int, int]:
 
 
 def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
-    """Contestants whose passes can be timed: EESD once for each of these kernels, or with the
-    fastest kernels."""
+    """Return the contestants whose passes can be timed. EESD occurs once for each of these kernels.
+    If no kernels are given, it has the fastest kernels."""
     able = [one for one in contestants if one.peer in TAKERS and one.is_plain]
     return [
         replace(one, mode=mode)
@@ -164,7 +164,8 @@ def measure(
 
 
 def _compiled(directory: Path) -> Path:
-    """The program that measures peaks. Raises :class:`EESDError` if there is no compiler."""
+    """Compile the program that measures peaks. Raises :class:`EESDError` if there is no
+    compiler."""
     program = directory / "peaks"
     try:
         subprocess.run(
@@ -178,8 +179,8 @@ def _compiled(directory: Path) -> Path:
 
 
 def _read(program: Path, threads: int, most: dict[str, float]) -> list[float]:
-    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` receives the
-    largest product rates."""
+    """Return the seconds of reads of :data:`READ_BYTES` with this number of threads. ``most``
+    receives the largest product rates."""
     found = json.loads(
         subprocess.run([program, str(threads)], check=True, capture_output=True).stdout
     )
@@ -197,8 +198,8 @@ def _passes(
     options: Mapping[str, Any],
     read: Callable[[], list[float]],
 ) -> Iterator[Pass]:
-    """Measure the contestants: a prompt, then passes after each context. ``read`` returns the
-    seconds of memory reads."""
+    """Measure the contestants. Each runs a prompt first, and then passes after each context.
+    ``read`` returns the seconds of memory reads."""
 
     def prefill(name: str, start: int, stop: int) -> list[float]:
         tokens = [(7 * position) % 251 + 3 for position in range(start, stop)]
@@ -232,7 +233,7 @@ def _passes(
 def _in_turn(
     calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int
 ) -> dict[tuple[str, int], list[float]]:
-    """The seconds that the calls return. The order of the calls rotates."""
+    """Make the calls, and collect the seconds that they return. The order of the calls rotates."""
     found: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for turn in range(turns):
         for key in rotated([*calls], turn):
@@ -242,7 +243,8 @@ def _in_turn(
 
 
 def markdown(result: Passes, level: str = "#") -> list[str]:
-    """Lines: an explanation, and a table for each number of threads."""
+    """Return the lines of the report. They have an explanation, and a table for each number of
+    threads."""
     by: dict[int, list[Pass]] = {}
     for one in result.passes:
         by.setdefault(one.threads, []).append(one)
@@ -269,7 +271,7 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
 
 
 def _table(found: Sequence[Pass]) -> list[str]:
-    """A row for each context and contestant."""
+    """Return a table with a row for each context and contestant."""
     rows: list[list[str]] = []
     several = sorted({one.rows for one in found if one.behind and one.rows > 1})
     for behind in dict.fromkeys(one.behind for one in found if one.behind):
@@ -297,8 +299,8 @@ def _table(found: Sequence[Pass]) -> list[str]:
 
 
 def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -> list[str]:
-    """A row for each contestant, with its rate of matrix products in the layers, as a share of each
-    peak."""
+    """Return a table with a row for each contestant. It shows the rate of matrix products in the
+    layers as a share of each peak."""
     prompts = [one for one in found if not one.behind]
     rows = []
     for one in prompts:
@@ -319,7 +321,7 @@ def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -
 
 
 def _ratio(seconds: Sequence[float], first: Sequence[float]) -> str:
-    """The ratio to the first contestant; empty for the first."""
+    """Return the ratio to the first contestant. It is empty for the first contestant."""
     if seconds is first:
         return ""
     return bootstrap([one / other for one, other in zip(seconds, first, strict=True)]).shown()

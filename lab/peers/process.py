@@ -13,8 +13,8 @@ from eesd.common.errors import EESDError
 from lab.peers.contestants import WORKERS
 
 BUSY_SHARE = 0.25
-"""Smallest share of the busiest thread's processor time with which a thread counts as computing.
-Other threads wait, or count tokens."""
+"""A thread counts as computing if it takes at least this share of the busiest thread's processor
+time. Other threads wait, or count tokens."""
 SHOWN = 300
 """Maximum number of characters of a library's error that are shown."""
 
@@ -32,7 +32,8 @@ class Process:
         Args:
             python: The interpreter that has the peer.
             worker: The peer's file.
-            threads: CPU threads, for libraries that read them from the environment.
+            threads: Number of CPU threads. It is for libraries that read the number from the
+                environment.
             seconds: Longest time for an answer.
 
         Raises:
@@ -91,8 +92,8 @@ class Process:
         return answer
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the largest resident size so far, and of the current anonymous part (not of
-        files). Empty without Linux."""
+        """Return the bytes of the largest resident size so far, and of the current anonymous part,
+        which does not belong to files. The result is empty without Linux."""
         try:
             lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         except OSError:
@@ -106,7 +107,8 @@ class Process:
         }
 
     def thread_seconds(self) -> dict[str, float]:
-        """Processor time so far of each living thread. Empty without Linux."""
+        """Return the processor time of each living thread so far. The result is empty without
+        Linux."""
         found = {}
         for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
             with suppress(OSError):  # the thread may have ended
@@ -115,7 +117,7 @@ class Process:
         return found
 
     def close(self) -> None:
-        """End the process; by force after some seconds."""
+        """End the process. If it still runs after some seconds, it is killed."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -129,7 +131,7 @@ class Process:
         self._log.close()
 
     def _last_words(self) -> str:
-        """The last line that the process printed, for a message."""
+        """Return the last line that the process printed, for an error message."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
@@ -137,12 +139,13 @@ class Process:
 
 
 def one_line(text: str) -> str:
-    """A library's message in one line, shortened."""
+    """Return a library's message in one line. A long message is shortened."""
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return words if len(words) <= SHOWN else f"{words[:SHOWN]}..."
 
 
 def busy_threads(before: dict[str, float], now: dict[str, float]) -> int:
-    """The number of threads that computed between two results of :meth:`Process.thread_seconds`."""
+    """Return the number of threads that computed between two results of
+    :meth:`Process.thread_seconds`."""
     taken = [seconds - before.get(thread, 0.0) for thread, seconds in now.items()]
     return sum(seconds > BUSY_SHARE * max(taken) for seconds in taken)

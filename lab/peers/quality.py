@@ -1,5 +1,5 @@
-"""Distance of next-token distributions from float32: KL divergence, and agreement of the most
-likely token."""
+"""The distance of next-token distributions from float32. It is measured by the KL divergence and by
+the agreement of the most likely token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +20,8 @@ Start = Callable[[Contestant], Any]
 
 
 def compare(reference: Logits, other: Logits) -> tuple[float, int]:
-    """The sum of KL(reference || other) over the rows, and the number of rows with the same most
-    likely token.
+    """Return the sum of KL(reference || other) over the rows, and the number of rows that have the
+    same most likely token.
 
     Args:
         reference, other: Logits [n, V].
@@ -47,7 +47,8 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
-    """EESD with float32 logits. Raises :class:`EESDError` if it is not among the contestants."""
+    """Return the contestant that is EESD with float32 logits. Raises :class:`EESDError` if it is
+    not among the contestants."""
     found = next((c for c in contestants if c.peer == EESD and c.variant == F32), None)
     if found is None:
         raise EESDError("The quality needs a float32 reference; convert EESD F32.")
@@ -84,7 +85,7 @@ def measure_quality(
     done: set[str],
     report: Callable[[str, Quality | str], None],
 ) -> None:
-    """Judge every plain contestant, each in a separate process.
+    """Judge every plain contestant. Each runs in a separate process.
 
     Args:
         contestants: Runtimes to judge. Speculative modes have the distributions of plain decoding.
@@ -92,7 +93,7 @@ def measure_quality(
         windows: Held-out text.
         start: Starts a contestant.
         done: Names of contestants already judged.
-        report: Called with each name, and its quality or the error.
+        report: A function that is called with each name, and with its quality or the error.
     """
     waiting = [c for c in contestants if c.is_plain and c.name not in done]
     if not waiting:

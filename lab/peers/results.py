@@ -1,5 +1,5 @@
-"""The result of a comparison: one JSON file with every run, saved after each round so that the
-comparison can be resumed."""
+"""The result of a comparison. It is one JSON file that has every run. The file is saved after each
+round, so that the comparison can be resumed."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,11 +15,11 @@ class Prompt:
     """A prompt and the options of its continuation.
 
     Attributes:
-        id: Unique in a run.
+        id: A name that is unique in a run.
         kind: Its column in the tables.
         tokens: Token ids.
-        count: Tokens to generate.
-        temperature: 0 decodes greedily.
+        count: Number of tokens to generate.
+        temperature: The temperature. A temperature of 0 decodes greedily.
     """
 
     id: str
@@ -36,10 +36,10 @@ class Load:
     Attributes:
         contestant: Its name.
         process: Number of the process.
-        seconds: Time to load, with the import of its libraries.
-        peak_bytes: Largest resident size, over loading and all prompts. None if the system does not
-            report it.
-        anonymous_bytes: Anonymous part of the resident size after the last prompt. None if the
+        seconds: Seconds that loading took. They include the import of the contestant's libraries.
+        peak_bytes: Largest resident size while loading and decoding all prompts. None if the system
+            does not report it.
+        anonymous_bytes: The anonymous part of the resident size after the last prompt. None if the
             system does not report it.
         threads: Number of threads that computed. None if the system does not report their times.
     """
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded by one contestant in one process.
+    """A run of one prompt, which one contestant decoded in one process.
 
     Attributes:
         contestant: Its name.
@@ -74,20 +74,20 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second after the first token. Tokens that came with the first token count,
-        too."""
+        """Tokens per second after the first token. Tokens that came with the first token are
+        counted as well."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Next-token distributions of one contestant, compared with the float32 distributions, on
-    held-out text.
+    """The quality of one contestant. Its next-token distributions are compared with the float32
+    distributions on held-out text.
 
     Attributes:
         contestant: Its name.
         positions: Positions compared.
-        divergence: Mean KL(float32 || contestant), in nats.
+        divergence: Mean of KL(float32 || contestant) in nats.
         agreement: Share of the positions with the same most likely token.
     """
 
@@ -107,9 +107,9 @@ class Result(Saved):
         contestants: The contestants that ran.
         prompts: Prompts that were decoded.
         machine: Description of the machine.
-        packages: Package and version by peer.
-        sizes: Bytes on disk by peer and variant.
-        skipped: Reason for missing figures, by contestant or variant.
+        packages: The package and the version of each peer.
+        sizes: The bytes on disk of each peer and variant.
+        skipped: The reason why figures are missing, for each contestant or variant.
         quality_reference: The float32 contestant with which :attr:`qualities` compare.
         qualities, loads, runs: The measurements.
         complete: Whether everything was measured.

@@ -14,8 +14,8 @@ Rate = Callable[[Run], float]
 
 
 def markdown(result: Result, level: str = "#") -> list[str]:
-    """Lines of the report: tables of speed, ratios, memory and quality, and the settings. ``level``
-    is the mark of its heading."""
+    """Return the lines of the report. They have tables of speed, ratios, memory and quality, and
+    the settings. ``level`` is the mark of its heading."""
     members = [c for c in result.contestants if any(r.contestant == c.name for r in result.runs)]
     lines = [
         f"{level} EESD against other runtimes: {result.model['name']}",
@@ -64,8 +64,8 @@ def _conditions(result: Result) -> list[str]:
 
 
 def _kinds(result: Result) -> dict[str, list[Prompt]]:
-    """Prompts by column of the table: a column for each kind and, if several kinds have greedy
-    texts, a column for all these texts."""
+    """Return the prompts of each column of the table. Each kind has a column. If several kinds have
+    greedy texts, one more column has all these texts."""
     found: dict[str, list[Prompt]] = {}
     for prompt in result.prompts:
         found.setdefault(prompt.kind, []).append(prompt)
@@ -76,7 +76,8 @@ def _kinds(result: Result) -> dict[str, list[Prompt]]:
 
 
 def rates(result: Result, contestant: Contestant, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Tokens per second by process and prompt: of the new tokens, or of a long prompt."""
+    """Return the tokens per second for each process and prompt. They are those of the new tokens
+    or, for a long prompt, of the prompt itself."""
     by = {prompt.id: prompt for prompt in prompts}
     found = {}
     for run in result.runs:
@@ -140,8 +141,8 @@ def _costs(result: Result, members: Sequence[Contestant]) -> list[str]:
 
 
 def same_tokens(result: Result, contestant: Contestant) -> str:
-    """Median length of the common prefix with plain greedy decoding; empty for plain decoding
-    itself."""
+    """Return the median length of the common prefix with plain greedy decoding. It is empty for
+    plain decoding itself."""
     plain = next(
         (c for c in result.contestants if c.peer == contestant.peer and c.is_plain), contestant
     )
@@ -165,7 +166,7 @@ def same_tokens(result: Result, contestant: Contestant) -> str:
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     different = (index for index, (one, other) in enumerate(pairs) if one != other)
     return next(different, min(len(first), len(second)))

@@ -1,4 +1,5 @@
-"""Prompts to decode and texts to judge, as token ids: the same ids for every contestant."""
+"""Prompts to decode and texts to judge. They are token ids, so every contestant has the same
+ids."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ PROMPT_TOKENS = 8
 
 
 def read_codec(engines: Iterable[Path]) -> Any:
-    """The tokenizer and chat template of the first of these engine directories."""
+    """Read the tokenizer and the chat template of the first of these engine directories."""
     from eesd.runtime.text import TextCodec
 
     found = next(iter(engines), None)
@@ -23,9 +24,9 @@ def read_codec(engines: Iterable[Path]) -> Any:
 
 
 def encoded_texts(path: Path, codec: Any) -> list[tuple[str, list[int]]]:
-    """Kind and token ids of each text of a file (:func:`~eesd.bench.measure.tasks.read_texts`).
-    Texts of the kinds ``chat`` and ``summary`` become requests to an assistant, if the model has a
-    chat template."""
+    """Return the kind and the token ids of each text of a file (see
+    :func:`~eesd.bench.measure.tasks.read_texts`). If the model has a chat template, texts of the
+    kinds ``chat`` and ``summary`` become requests to an assistant."""
     found = []
     for kind, parts in read_texts(path):
         if kind in ("chat", "summary") and codec.chat_template:
@@ -44,18 +45,19 @@ def choose_prompts(
     lengths: Sequence[int],
     kinds: Sequence[str] = (),
 ) -> list[Prompt]:
-    """The first texts of each kind, at each temperature, and prompts of exactly the wanted lengths.
+    """Return the first texts of each kind at each temperature, and prompts that have exactly the
+    wanted lengths.
 
-    The long prompts are pieces of all texts, one after another. A peer that keeps prefixes of
-    prompts gains nothing, because no two pieces have the same beginning.
+    The long prompts are consecutive pieces of all texts. A peer that keeps prefixes of prompts
+    gains nothing, because no two pieces have the same beginning.
 
     Args:
-        texts: Kinds and token ids.
+        texts: The kind and the token ids of each text.
         per_kind: Number of texts of each kind.
-        temperatures: 0 decodes greedily.
+        temperatures: The temperatures. A temperature of 0 decodes greedily.
         new_tokens: Number of tokens to generate after a text.
-        lengths: Lengths of the long prompts, in tokens.
-        kinds: Kinds to use; empty for all.
+        lengths: Lengths of the long prompts in tokens.
+        kinds: The kinds to use. If empty, all kinds are used.
 
     Raises:
         EESDError: There is not enough text.
@@ -83,10 +85,10 @@ def choose_prompts(
 
 
 def read_windows(path: Path, codec: Any, count: int, window: int) -> list[list[int]]:
-    """Held-out text in whole windows.
+    """Return held-out text in whole windows.
 
     Args:
-        path: A text, or JSON lines.
+        path: A file with a text or JSON lines.
         codec: The tokenizer.
         count: Maximum number of tokens to use.
         window: Number of tokens in a window.

@@ -1,7 +1,7 @@
 """Compare greedy tokens of EESD and llama.cpp. At the first difference, show both margins.
 
-A margin is the logit of a runtime's own token minus that of the other runtime's token. If rounding
-decides, both margins are small.
+A margin is the logit of the token that a runtime chose minus its logit of the token that the other
+runtime chose. If rounding decides, both margins are small.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,8 @@ def _margin(process: Process, tokens: list[int], chosen: int, other: int) -> flo
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of the report: the number of equal texts, and a row for each text that differs."""
+    """Return the lines of the report. They show the number of equal texts, and have a row for each
+    text that differs."""
     rows = [
         [row["prompt"], row["equal"], *(f"{margin:.3f}" for margin in row["margins"])]
         for row in found

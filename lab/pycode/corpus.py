@@ -5,9 +5,9 @@
 
 The source is the standard library and the installed packages. The packages in ``HELD_OUT`` are kept
 for evaluation. ``--text`` adds the English text (Markdown, reStructuredText, plain text) of a
-directory; one in a hundred of its files is held out. A byte-level BPE tokenizer is trained on the
-rest. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all documents in a row,
-each after ``<|endoftext|>``.
+directory. One in a hundred of its files is held out. A byte-level BPE tokenizer is trained on the
+rest. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``. The arrays are uint16 and have
+all documents in a row, each after ``<|endoftext|>``.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 # packages contain copies of these packages.
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
-# Folders of tables, generated code and copies: a small model learns nothing about Python from them.
+# Folders of tables, generated code and copies. A small model learns nothing about Python from them.
 SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -47,7 +47,7 @@ PACKAGE_LIMIT = 9_000_000
 TEXT_SUFFIXES = {".md", ".rst", ".txt"}
 
 # Smallest share of letters and spaces in English. Word lists, Unicode tables and logs are plain
-# text, too, but have a smaller share.
+# text as well, but their share is smaller.
 LETTERS = 0.8
 
 
@@ -103,7 +103,7 @@ def text_documents(root: Path) -> Iterator[tuple[str, bool, str]]:
         text = readable(path, longest_line=2000)
         if text is None or sum(c.isalpha() or c.isspace() for c in text) < LETTERS * len(text):
             continue
-        # The content decides, so that copies of a file are all held out or all trained on.
+        # The content decides, so copies of a file are either all held out or all trained on.
         held_out = hashlib.sha256(text.encode()).digest()[0] * 100 < 256
         yield f"{path.parent.name}/ (text)", held_out, text
 
@@ -176,7 +176,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 def main(
     output: Path, texts: tuple[Path, ...], given: Path | None, vocab_size: int, seed: int
 ) -> None:
-    """Collect the corpus, train the tokenizer unless one is given, and write the token arrays."""
+    """Collect the corpus, train the tokenizer (unless a tokenizer is given), and write the token
+    arrays."""
     output.mkdir(parents=True, exist_ok=True)
     train, heldout = collect(texts, seed)
     tokenizer = (

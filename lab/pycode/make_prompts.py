@@ -18,7 +18,7 @@ CONTEXT_LINES = 18
 
 
 def openings(text: str) -> list[str]:
-    """Passages that end with the first line of a function or class."""
+    """Return passages that end with the first line of a function or class."""
     lines = text.splitlines()
     passages = []
     for number in range(CONTEXT_LINES, len(lines)):

@@ -2,9 +2,9 @@
 
     python -m lab.pycode.make_tasks --output bench/measure/tasks.jsonl
 
-There are five kinds of tasks: complete a function, continue a class, write a docstring, write a
-test for a function, continue a table. The output has one JSON object per line, with ``id``,
-``task``, ``source`` and ``prompt``.
+There are five kinds of tasks. The model completes a function, continues a class, writes a
+docstring, writes a test for a function, or continues a table. The output has one JSON object per
+line, with ``id``, ``task``, ``source`` and ``prompt``.
 """
 
 import ast
@@ -22,7 +22,7 @@ CONTEXT_LINES = 18
 TABLE_LINES = 12
 SHORTEST = 250
 LONGEST = 1200
-"""Limits of a prompt's length, in characters."""
+"""Limits of a prompt's length in characters."""
 
 Functions = list[ast.FunctionDef | ast.AsyncFunctionDef]
 
@@ -34,14 +34,15 @@ def functions(tree: ast.Module) -> Functions:
 
 
 def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A passage that ends with the first line of a function."""
+    """Yield passages that end with the first line of a function."""
     for node in functions(tree):
         if node.lineno > CONTEXT_LINES and lines[node.lineno - 1].endswith(":"):
             yield "\n".join(lines[node.lineno - 1 - CONTEXT_LINES : node.lineno]) + "\n"
 
 
 def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A class from its first line to the end of a method that is not its last."""
+    """Yield parts of classes. A part goes from the first line of a class to the end of a method
+    that is not the last."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
@@ -50,7 +51,7 @@ def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def docstring(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A passage that ends after the opening quotes of a function's docstring."""
+    """Yield passages that end after the opening quotes of a function's docstring."""
     for node in functions(tree):
         if ast.get_docstring(node) and node.body[0].lineno > CONTEXT_LINES:
             line = node.body[0].lineno - 1
@@ -60,7 +61,7 @@ def docstring(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def write_test(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A whole function and the first line of a test for it."""
+    """Yield whole functions, each with the first line of a test for it."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
@@ -68,7 +69,7 @@ def write_test(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def continue_table(lines: list[str], _: ast.Module) -> Iterator[str]:
-    """The first half of a block of similar lines in a literal."""
+    """Yield the first halves of blocks of similar lines in a literal."""
     for start in range(0, len(lines) - 2 * TABLE_LINES, TABLE_LINES):
         block = lines[start : start + 2 * TABLE_LINES]
         shapes = {re.sub(r"[A-Za-z_]+", "a", re.sub(r"\d+", "0", line)) for line in block}
@@ -130,7 +131,7 @@ def main(output: Path, per_task: int, seed: int) -> None:
 def choose(
     by_package: dict[str, list[str]], count: int, rng: random.Random
 ) -> list[tuple[str, str]]:
-    """Take ``count`` passages, one from each package in turn, without repetition."""
+    """Take ``count`` passages, one from each package in turn. No passage is repeated."""
     remaining = {
         package: rng.sample(passages, len(passages))
         for package, passages in sorted(by_package.items())

@@ -4,16 +4,16 @@
 
 Uses Muon for the blocks' matrices, AdamW for embeddings and norms, and bf16 autocast. Writes a
 Hugging Face directory in bfloat16, and ``training.json`` with the validation losses. ``--float32``
-also writes the weights as trained, to ``<output>-float32``.
+also writes the weights as they were trained to ``<output>-float32``.
 
-Every five minutes the directories are written with the current model, and the state of the training
-to ``<output>-checkpoint.pt``. ``--resume`` continues from there. With a different ``--steps``,
-training follows the schedule of the new number, so a slow run can end sooner, still with a falling
-learning rate.
+Every five minutes, the directories are written with the current model, and the state of the
+training is written to ``<output>-checkpoint.pt``. ``--resume`` continues from there. If ``--steps``
+is different then, training follows the schedule of the new number. A slow run can thus end sooner
+and still have a falling learning rate.
 
-With ``--early-exit`` the model learns to exit early through its own norm and LM head, by the recipe
-of LayerSkip (arXiv 2404.16710): layers are dropped, later layers more often, and every few layers
-also have a loss.
+With ``--early-exit``, the model learns to exit early through its own norm and LM head. This follows
+the recipe of LayerSkip (arXiv 2404.16710). Layers are dropped (later layers more often), and every
+few layers also have a loss.
 """
 
 import itertools
@@ -68,9 +68,9 @@ class EarlyExits:
     """Layer dropout and early-exit losses of a model in training.
 
     Layer l of L is dropped for a text with the probability ``dropout * (2 ** (l / (L - 1)) - 1)``.
-    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``; the loss of the
+    The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``. The loss of the
     last layer has the weight of the exit before it plus L - 1. In each step, one of every
-    ``rotation`` layers has a loss, in turn. Weights are divided by their sum.
+    ``rotation`` layers has a loss. The layers take turns. Weights are divided by their sum.
     """
 
     def __init__(self, model: PreTrainedModel, scale: float, dropout: float, rotation: int) -> None:
@@ -128,8 +128,8 @@ def validation_loss(
 
 
 def schedule(progress: float, decay: float = 0.55, warmup: float = 0.01) -> float:
-    """Factor of the learning rate: linear warm-up, plateau, and linear decay to 0.02 over the last
-    fraction ``decay``."""
+    """Return the factor of the learning rate. It has a linear warm-up, a plateau, and a linear
+    decay to 0.02 over the last fraction ``decay``."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, 0.02 + 0.98 * (1 - progress) / decay)
@@ -156,8 +156,8 @@ def make_optimizers(
 def make_model(
     family: str, vocab_size: int, hidden: int, intermediate: int, layers: int
 ) -> PreTrainedModel:
-    """Return a model with fresh weights and heads of size 64, two query heads for each KV head. The
-    layers' outputs begin small."""
+    """Return a model with fresh weights. Its heads have size 64, and each KV head has two query
+    heads. The layers' outputs begin small."""
     config = FAMILIES[family](
         vocab_size=vocab_size,
         hidden_size=hidden,

@@ -1,5 +1,5 @@
-"""EESD itself: plain, drafting with the default controller, or in batches. Runs in the interpreter
-of the benchmark."""
+"""EESD itself. It decodes plainly, drafts with the default controller, or runs batches. This worker
+runs in the interpreter of the benchmark."""
 
 import sys
 import threading
@@ -13,8 +13,8 @@ PACKAGE = "eesd"
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """With the option ``rows``, returns a batch of ``rows`` requests. The mode then
-    determines when it drafts: ``automatic``, ``always`` or ``never``."""
+    """Load the engines. If the option ``rows`` is given, a batch of ``rows`` requests is returned.
+    The mode then says when it drafts (``automatic``, ``always`` or ``never``)."""
     import eesd
     from eesd.runtime.llm import Speculation
 
@@ -77,7 +77,8 @@ class Contestant:
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token."""
+        """Return the seconds of ``count`` passes over ``rows`` tokens. A pass gives the logits of
+        each token."""
         from eesd.runtime.engines.base import Call
 
         self.cache.reserve(behind + rows)
@@ -90,13 +91,13 @@ class Contestant:
         return seconds
 
     def slot_bytes(self) -> int:
-        """Bytes of keys and values of a token that a pass of the verify engine reads."""
+        """Return the bytes of a token's keys and values that a pass of the verify engine reads."""
         manifest = self.llm.manifest
         read: int = sum(len(graph.caches) for graph in manifest.verify)
         return int(self.cache.slot_bytes) * read // int(manifest.num_caches)
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        """Logits of the verify engine, in the chunks of a prefill."""
+        """Return the logits of the verify engine. They are computed in the chunks of a prefill."""
         from eesd.runtime.engines.base import Call
 
         verify = self.llm.engines.verify

@@ -1,5 +1,5 @@
-"""ik_llama.cpp, through the C functions of the package ik-llama-cpp-python: plain, or plain from
-weights that it repacks when it loads them (``rtr``). The package cannot draft."""
+"""ik_llama.cpp through the C functions of the package ik-llama-cpp-python. It decodes plainly. With
+the mode ``rtr``, it repacks the weights when it loads them. The package cannot draft."""
 
 import time
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""llama.cpp, as the package xllamacpp carries it: plain decoding through its C functions, and
-n-gram drafts from the text (``ngram``) through its server."""
+"""llama.cpp from the package xllamacpp. Plain decoding uses its C functions, and n-gram drafts from
+the text (``ngram``) use its server."""
 
 import ctypes
 import json
@@ -15,11 +15,11 @@ PACKAGE = "xllamacpp"
 FILE = "model.gguf"
 NGRAM = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
 NGRAM_SIZES = {"size_n": 4, "size_m": 8}
-"""Number of tokens that must repeat, and maximum number of drafted tokens. With the server's
-defaults, 12 and 48, texts of less than a hundred tokens are hardly ever drafted."""
+"""The number of tokens that must repeat, and the maximum number of drafted tokens. The server's
+defaults are 12 and 48, with which texts of less than a hundred tokens are hardly ever drafted."""
 CONTEXT = (512, 2048, 512, 1, 0, 0, 1, 4, 4)
-"""The first values of llama_context_default_params(): n_ctx, n_batch, n_ubatch, n_seq_max, three
-others, n_threads, n_threads_batch."""
+"""The first values of llama_context_default_params(). They are n_ctx, n_batch, n_ubatch, n_seq_max,
+three others, n_threads and n_threads_batch."""
 
 
 class Struct(ctypes.Structure):
@@ -49,7 +49,7 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Plain | Server":
-    """With the option ``rows``, returns a server with ``rows`` slots."""
+    """Load the model. If the option ``rows`` is given, a server with ``rows`` slots is returned."""
     file = str(Path(path) / FILE)
     if "rows" in options or options["mode"] == "ngram":
         return Server(file, options)
@@ -97,7 +97,7 @@ def library() -> ctypes.CDLL:
 
 
 class Plain:
-    """The calls of llama.cpp's own programs: decode, and sample in C."""
+    """Makes the calls that llama.cpp's own programs make. It decodes, and samples in C."""
 
     def __init__(self, file: str, options: dict[str, Any]) -> None:
         self.lib = library()
@@ -149,8 +149,8 @@ class Plain:
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token.
-        The cache stays as it was."""
+        """Return the seconds of ``count`` passes over ``rows`` tokens. A pass gives the logits of
+        each token. The cache stays as it was."""
         seconds = []
         for _ in range(count):
             self.lib.llama_memory_seq_rm(self.memory, 0, behind, -1)
@@ -161,7 +161,7 @@ class Plain:
         return seconds
 
     def slot_bytes(self) -> int:
-        """Bytes of keys and values of a token; llama.cpp keeps them in float16."""
+        """Return the bytes of a token's keys and values. llama.cpp keeps them in float16."""
         lib = self.lib
         heads = lib.llama_model_n_head(self.model)
         width = lib.llama_model_n_embd(self.model) // heads * lib.llama_model_n_head_kv(self.model)
@@ -247,7 +247,7 @@ class Server:
             return list(pool.map(ask, prompts, counts))
 
     def logits(self, tokens: list[int]) -> None:
-        """Return None: the logits are those of plain decoding."""
+        """Return None, because the logits are those of plain decoding."""
 
 
 def _drop(level: int, text: bytes, data: int) -> None:

@@ -1,10 +1,11 @@
-"""A pass of llama.cpp or ik_llama.cpp, whose C functions share names and the layout of a batch."""
+"""A pass of llama.cpp or ik_llama.cpp. The C functions of both have the same names and the same
+layout of a batch."""
 
 from typing import Any
 
 
 def decode(lib: Any, context: Any, tokens: list[int], start: int, every: bool) -> None:
-    """Run a pass over tokens; keep the logits of every token or only of the last token.
+    """Run a pass over tokens. The logits of every token or only of the last token are kept.
 
     Args:
         lib: The C functions.

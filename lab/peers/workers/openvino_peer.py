@@ -1,4 +1,5 @@
-"""OpenVINO GenAI with its own reader of GGUF files: plain, with prompt lookup, or in batches.
+"""OpenVINO GenAI, which reads GGUF files itself. It decodes plainly, with prompt lookup, or in
+batches.
 
 No hints are set, so OpenVINO chooses the precision of activations and KV cache.
 """
@@ -28,7 +29,8 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """With the option ``rows``, returns a batch of at most ``rows`` requests."""
+    """Load the model. If the option ``rows`` is given, a batch of at most ``rows`` requests is
+    returned."""
     import openvino_genai as genai
 
     properties = {"INFERENCE_NUM_THREADS": options["threads"]}
@@ -70,7 +72,7 @@ class Contestant:
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
-                """Do nothing: no token is held back."""
+                """Do nothing, because no token is held back."""
 
         config = genai.GenerationConfig()
         config.max_new_tokens = count
@@ -91,7 +93,8 @@ class Contestant:
         return list(out.tokens[0])[:count], seconds[:count]
 
     def logits(self, tokens: list[int]) -> Any:
-        """Logits of the model in one pass, without the pipeline, which returns no logits."""
+        """Return the logits of the model in one pass. The pipeline is not used, because it returns
+        no logits."""
         import numpy as np
         import openvino as ov
 

@@ -1,5 +1,5 @@
-"""onnxruntime-genai, with models from its builder: plain, or with n-gram lookup. It does not read
-quantized GGUF files.
+"""onnxruntime-genai with models that its builder makes. It decodes plainly or with n-gram lookup.
+It does not read quantized GGUF files.
 
 The nearest form is used: transformers dequantizes the file, and the builder quantizes it again in
 blocks of 32. The weights get 4 bits if most weights of the file have about 4 bits, and zero points
@@ -45,8 +45,8 @@ def convert(model: str, output: str, _: str) -> None:
 
 
 def nearest(model: str) -> tuple[str, list[str]]:
-    """The builder's precision and options that come closest to a GGUF file, by the types of its
-    layers and LM head."""
+    """Return the builder's precision and options that come closest to a GGUF file. They are chosen
+    by the types of the file's layers and LM head."""
     from collections import Counter
 
     from gguf import GGML_QUANT_SIZES, GGUFReader
@@ -72,7 +72,7 @@ def nearest(model: str) -> tuple[str, list[str]]:
 
 
 def dequantized(file: Path, output: Path) -> str:
-    """Write a GGUF file as a float32 checkpoint, with transformers."""
+    """Write a GGUF file as a float32 checkpoint. This uses transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,7 +91,7 @@ def dequantized(file: Path, output: Path) -> str:
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import onnxruntime_genai as genai
 
-    # There must be an EOS, and no option ignores it. So the last id of the vocabulary is EOS,
+    # There must be an EOS, and no option ignores it. The last id of the vocabulary is used as EOS,
     # because it is hardly ever generated.
     vocab = json.loads((Path(path) / "genai_config.json").read_text("utf-8"))["model"]["vocab_size"]
     session = {"intra_op_num_threads": options["threads"]}

@@ -1,8 +1,8 @@
-"""Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and
+"""Serve one contestant over a pipe. ``python serve.py FILE`` reads one JSON request per line and
 answers each with one line.
 
-An answer is an object, with ``error`` if the request failed. Output of libraries to stdout goes to
-stderr.
+An answer is an object. It has ``error`` if the request failed. Output of libraries to stdout goes
+to stderr.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ class Server:
         self.contestant: Any = None
 
     def hello(self) -> dict[str, Any]:
-        """Name and version of the peer's package."""
+        """Return the name and the version of the peer's package."""
         package = self.peer.PACKAGE
         return {"package": package, "version": getattr(self.peer, "version", version)(package)}
 
@@ -61,15 +61,15 @@ class Server:
     def serve(
         self, prompts: list[list[int]], counts: list[int], concurrency: int
     ) -> dict[str, Any]:
-        """Generate after all prompts, ``concurrency`` at a time. Returns the tokens of each prompt
-        and their seconds."""
+        """Generate after all prompts. ``concurrency`` requests run at a time. Returns the tokens of
+        each prompt and their seconds."""
         started = time.perf_counter()
         found = self.contestant.serve(prompts, counts, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
 
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
-        """Write the logits after each token to the file ``output``, float32 [n, V]. The answer says
-        whether the peer gives logits."""
+        """Write the logits after each token (float32, [n, V]) to the file ``output``. The answer
+        says whether the peer gives logits."""
         found = self.contestant.logits(tokens)
         if found is not None:
             import numpy as np
@@ -79,7 +79,7 @@ class Server:
 
 
 def read_peer(path: str) -> ModuleType:
-    """The module in this file."""
+    """Return the module in this file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
