@@ -1,5 +1,5 @@
-"""eesd-bench reads prompts, measures every configuration, keeps the results, and reports them. The
-tests do not check speeds."""
+"""Tests that eesd-bench reads prompts, measures every configuration, keeps the results, and reports
+them. They do not check speeds."""
 
 import json
 import re

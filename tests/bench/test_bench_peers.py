@@ -1,4 +1,5 @@
-"""The comparison with other runtimes: real workers of EESD, and fake peers for failures."""
+"""Tests of the comparison with other runtimes. They use real workers of EESD, and fake peers that
+fail."""
 
 import ast
 import json
@@ -86,8 +87,8 @@ class Fake:
 
 @pytest.fixture
 def work(engine: Path, text_model: Path, tmp_path: Path) -> Path:
-    """A work directory with both forms for EESD; the peers' interpreter is the interpreter of the
-    tests."""
+    """A work directory with both forms of the model for EESD. The interpreter of the peers is the
+    interpreter of the tests."""
     directory = tmp_path / "work"
     directory.mkdir()
     made = {"EESD gguf": {"bytes": 1.0}, "EESD F32": {"bytes": 1.0}}
@@ -121,8 +122,8 @@ def comparison(
 
 
 def timed_calls(directory: Path) -> list[str]:
-    """Variant and first token of the measured calls. Warm-up calls, whose prompts are reversed, are
-    left out."""
+    """Returns the variant and the first token of each measured call. Warm-up calls, whose prompts
+    are reversed, are left out."""
     lines = [line.split() for line in (directory / "calls").read_text().splitlines()]
     return [f"{variant} {token}" for variant, token, _ in lines if token != "50"]
 
@@ -339,7 +340,7 @@ def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
     prompts = [Prompt(f"code-{n}", "code", [1, n], 11) for n in (1, 2)]
     prompts.append(Prompt("prompt-2", "prompt of 2", [1, 2], PROMPT_TOKENS))
     result = Result(asdict(Options(1, 2)), {"name": "m"}, [eesd, peer], prompts, complete=True)
-    # EESD takes half the time of the peer on one prompt, a quarter on the other.
+    # EESD takes half the time of the peer for one prompt, and a quarter for the other prompt.
     for prompt, seconds, factor in (("code-1", 1.0, 2), ("code-2", 0.1, 4), ("prompt-2", 1.0, 1)):
         result.runs.append(Run(eesd.name, 0, prompt, 0.1, seconds, [5] * 11))
         result.runs.append(Run(peer.name, 0, prompt, 0.4, seconds * factor, [5] * 11))

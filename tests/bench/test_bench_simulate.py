@@ -1,5 +1,6 @@
-"""eesd-bench simulate: traces are recorded once, can be replayed without an engine, and give one
-JSON file for reports. Replays are compared with formulas and, round by round, with sessions."""
+"""Tests of ``eesd-bench simulate``. Traces are recorded once, can be replayed without an engine,
+and give one JSON file for reports. The replays are compared with formulas. They are also compared,
+round by round, with sessions."""
 
 import json
 from dataclasses import asdict, replace
@@ -73,7 +74,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(engine: Path, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output of a simulation that recorded its traces."""
+    """The output of a simulation that recorded its traces."""
     output = tmp_path_factory.mktemp("recorded") / "out"
     finished = succeed(
         main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", output, *FEW
@@ -267,8 +268,8 @@ def test_a_report_of_a_simulation_and_a_measurement_is_the_same_each_time(
     assert report == (tmp_path / "b/results.md").read_text()
 
 
-# For each acceptance rate, and for draft costs c = .05, .1, .2, .3: the best length and its speed,
-# if a verify pass costs the same for any number of nodes (Leviathan et al. 2023).
+# Each acceptance rate has the best length and its speed for the draft costs c = .05, .1, .2 and .3.
+# A verify pass costs the same for any number of nodes (Leviathan et al. 2023).
 GOLDEN = {
     0.6: [(4, 1.92), (3, 1.67), (2, 1.40), (1, 1.23)],
     0.7: [(6, 2.35), (4, 1.98), (3, 1.58), (2, 1.37)],
@@ -287,8 +288,8 @@ STREAMS = (
     SyntheticStream("correlated", (0.5, 0.65, 0.8, 0.95, 0.99), 0.8),
     SyntheticStream("persistent", (0.5, 0.65, 0.8, 0.95, 0.99), 0.99),
 )
-"""Streams with a mean acceptance of about .8, which is constant, varies a little, is similar within
-a round, or is similar for about 100 tokens."""
+"""The streams have a mean acceptance of about .8. It is constant, varies a little, is similar
+within a round, or is similar for about 100 tokens."""
 
 
 def flat(draft: float) -> CostModel:
@@ -334,13 +335,13 @@ def test_calibration_beats_beta_where_confidence_is_informative(stream: Syntheti
 
 
 def spent(run: Replay) -> NDArray[np.float64]:
-    """Cost up to and including each token."""
+    """Returns the cost up to each token, including the token itself."""
     return np.repeat(run.rounds[:, 3] / run.rounds[:, 1], run.rounds[:, 1].astype(int)).cumsum()
 
 
 def test_regret_against_the_best_length_grows_ever_slower() -> None:
-    """Regret of cost-aware-ts at a constant acceptance. beta-ts flips a coin after every token, so
-    its regret grows linearly."""
+    """The acceptance is constant, so the regret of cost-aware-ts grows ever more slowly. beta-ts
+    flips a coin after every token, so its regret grows linearly."""
     trace = STREAMS[0].trace(500, 24, seed=3)
     costs = COST_MODELS["70b"]
     best = fastest(replay_fixed_lengths(trace, costs))
@@ -355,8 +356,8 @@ def test_regret_against_the_best_length_grows_ever_slower() -> None:
 
 
 def test_drafts_get_short_when_acceptance_falls() -> None:
-    """Acceptance falls from .95 to .3 while the confidence stays the same; drafts are short within
-    60 rounds."""
+    """The acceptance falls from .95 to .3 while the confidence stays the same. Drafts become short
+    within 60 rounds."""
     easy, hard = (
         SyntheticStream("s", (p,), 0.0).trace(400, 1, seed=4).requests[0] for p in (0.95, 0.3)
     )
@@ -498,7 +499,7 @@ def test_a_replay_has_the_rounds_of_a_session(bundled: Path, llm: LLM, sampling:
 
 
 class Seeing(RandomStop):
-    """Drafts four tokens, and keeps its observations."""
+    """A controller that drafts four tokens, and stores the outcomes that it observes."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)

@@ -1,5 +1,5 @@
-"""Tools of the lab. The tool for Spec-Bench answers all turns of every question in every
-configuration, and reports them by category; another tool measures calls. The tests do not check
+"""Tests of tools of the lab. The tool for Spec-Bench answers all turns of every question in every
+configuration, and reports them by category. Another tool measures calls. The tests do not check
 speeds."""
 
 import json

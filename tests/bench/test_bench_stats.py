@@ -1,4 +1,5 @@
-"""Statistics of eesd-bench, and reports that can be generated again from the JSON."""
+"""Tests of the statistics of eesd-bench, and of reports that can be generated again from the
+JSON."""
 
 import json
 import shutil
@@ -32,7 +33,7 @@ RUN = Run("a", 0, 10, [[0, 0, 1], [2, 2, 3]], 0.1, 0.3, 0.5, 0.2, [3, 2], [2, 1]
 
 
 def test_bootstrap_intervals_cover_the_median() -> None:
-    """The median of 150 samples is known; 90 to 99 % of the 95 % intervals contain it."""
+    """The median of 150 samples is known. Of the 95 % intervals, 90 to 99 % contain it."""
     random = np.random.Generator(np.random.PCG64(0))
     intervals = [
         bootstrap(np.exp(random.normal(0.3, 0.4, size=30)).tolist(), seed) for seed in range(150)
@@ -74,7 +75,8 @@ def test_acceptance_by_depth_is_summed_over_runs() -> None:
 
 
 def result_with(seconds: dict[str | None, list[float]]) -> Result:
-    """A result whose runs take the given decode seconds, by controller, prompt by prompt."""
+    """Returns a result whose runs take the given decode seconds. Each controller has a list with
+    the seconds of each prompt."""
     result = Result(
         "run",
         {},

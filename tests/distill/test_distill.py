@@ -1,5 +1,5 @@
-"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, validation against the
-runtime, and the GPU code on the CPU."""
+"""Tests of ``eesd-distill`` with a tiny model. They cover training, exact resuming, self-generated
+text, validation against the runtime, and the code for GPUs, which runs on the CPU."""
 
 import json
 import os
@@ -90,8 +90,8 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     ],
 )
 def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: int) -> None:
-    """An echo repeats at least three times and has at least 16 repeated tokens; the text before it,
-    and the prompt, are kept."""
+    """An echo repeats at least three times and has at least 16 repeated tokens. The prompt and the
+    text before the echo are kept."""
     prompt = [4] * 50
     assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
 
@@ -129,8 +129,8 @@ def test_validation_counts_equal_the_runtime_statistics(
     options: tuple[object, ...] | None,
     deep: tuple[int, ...],
 ) -> None:
-    """At each depth, rounds replayed from parallel passes give the counts of rounds that the
-    engines run."""
+    """Some rounds are replayed from parallel passes. At each depth, they give the same counts as
+    rounds that the engines run."""
     checkpoint = Checkpoint(learner)
     if options is not None:
         trained = tmp_path / "head"
@@ -203,7 +203,7 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
 
 
 def own_text(learner: Path, prompts: Path) -> tuple[object, ...]:
-    """Arguments of a run that trains on the model's continuations of prompts."""
+    """Returns the arguments of a run that trains on the model's continuations of prompts."""
     return ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL)
 
 
@@ -343,7 +343,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
 def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
     learner: Path, own_rows: Path, tmp_path: Path
 ) -> None:
-    """The mean is right in a run that continues, too. Later weights count more."""
+    """The mean is also right if a run continues. Later weights count more."""
     mean: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3):
         distill(
@@ -432,7 +432,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     learner: Path, tmp_path: Path, batch: int
 ) -> None:
-    """Sampled rows do not depend on this number, either. The engine that wrote and read the rows is
+    """Sampled rows do not depend on this number either. The engine that wrote and read the rows is
     deleted at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
@@ -467,7 +467,8 @@ def test_without_operators_torch_writes_and_says_so(
 
 
 def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
-    """Turns begin with the given words, are complete, and are answered; existing files are kept."""
+    """The turns begin with the given words, are complete, and are answered. Existing files are
+    kept."""
     arguments = (
         "--model",
         learner,
@@ -505,7 +506,7 @@ def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None
 
 @pytest.fixture(params=["torch", "operators"])
 def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
-    """A writer of each kind."""
+    """A writer of each kind, one after the other."""
     checkpoint = Checkpoint(learner)
     if request.param == "torch":
         return TorchWriter(load_decoder(checkpoint))
@@ -570,8 +571,8 @@ def test_sampled_continuations_follow_the_model_distribution(learner: Path, writ
 def test_operators_write_what_an_engine_directory_generates(
     kind: str, learner: Path, tmp_path: Path
 ) -> None:
-    """Greedy texts equal those of ``eesd.load``; the quantized levels of a file are kept. Sampled
-    texts do not depend on the numbers of rows and threads."""
+    """Greedy texts equal the texts of ``eesd.load``, and the quantized levels of a file are kept.
+    Sampled texts do not depend on the numbers of rows and threads."""
     needs_operators()
     model = (
         gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind))
@@ -683,7 +684,7 @@ def test_short_documents_share_a_row() -> None:
 def test_chats_are_read_to_their_answers_and_asked_for_new_ones(
     learner: Path, tmp_path: Path
 ) -> None:
-    """In rows, nothing follows the last answer; in prompts, the model's own answer follows."""
+    """In rows, nothing follows the last answer. In prompts, the model's own answer follows."""
     codec = TextCodec(learner)
     path = tmp_path / "chats.jsonl"
     messages = [
@@ -712,8 +713,8 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
 def test_two_processes_have_the_losses_of_one_process(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes with batches of two rows are stopped and resumed. They are compared with one
-    process that trains on the same rows, in the same single portion."""
+    """Two processes with batches of two rows are stopped and resumed. They are compared with a
+    single process that trains on the same rows. In both cases the rows are one portion."""
     arguments = [
         "--model",
         learner,
@@ -797,6 +798,6 @@ def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[st
 @pytest.mark.parametrize("vocabulary", [64 * 40, 64 * 40 + 1, 64 * 8])
 def test_the_largest_logits_are_those_of_topk(vocabulary: int) -> None:
     logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(0))
-    logits[0, :64] += 20  # all in one block
+    logits[0, :64] += 20  # all are in one block
     for found, expected in zip(largest(logits, 8), logits.topk(8), strict=True):
         assert torch.equal(found, expected)

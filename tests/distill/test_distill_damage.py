@@ -1,5 +1,5 @@
-"""``eesd-distill`` with bad input, with damaged files of an earlier run, and on a full disk: one
-sentence with the file and the remedy, and exit code 2."""
+"""Tests of ``eesd-distill`` with bad input, with damaged files of an earlier run, and on a full
+disk. The command prints one sentence that names the file and the remedy, and exits with code 2."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def stopped(
 
 @pytest.fixture
 def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
-    """Arguments of a command that works."""
+    """The arguments of a command that works."""
     return (
         "--model",
         learner,
@@ -89,7 +89,8 @@ def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
 def resumed(
     start: tuple[object, ...], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[object, ...]:
-    """Arguments that resume a copy of the stopped run in ``out``, with all targets in one shard."""
+    """The arguments that resume a copy of the stopped run in ``out``. All targets are in one
+    shard."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
     output = shutil.copytree(stopped, tmp_path / "out")
     return (*start, "--offline", output / "cache", "--save-every", 2)
@@ -177,7 +178,7 @@ def test_a_damaged_file_is_named(
     result = run(main, *resumed)
     assert result.exit_code == 2, result.output
     assert_one_line(result.stderr, str(output))
-    # A JSON object with other content.
+    # The file is a JSON object with other content.
     if "other options" in result.stderr or "other data" in result.stderr:
         return
     assert path.name in result.stderr and "delete" in result.stderr
@@ -279,7 +280,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 def test_json_lines_end_at_line_feeds_only(
     options: tuple[object, ...], own_rows: Path, tmp_path: Path, option: str
 ) -> None:
-    """Strings may contain other Unicode line ends; a byte order mark is not text."""
+    """Strings may contain other Unicode line ends. A byte order mark is not part of the text."""
     lines = [
         json.dumps({"text": f"abc{number} \u2028\u2029\u0085\x0c" * 9}, ensure_ascii=False)
         for number in range(40)

@@ -1,4 +1,4 @@
-"""Values and gradients of the losses, replayed rounds, and the learning rate."""
+"""Tests of the values and gradients of the losses, of replayed rounds, and of the learning rate."""
 
 import numpy as np
 import pytest
@@ -56,8 +56,8 @@ def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torc
 def test_a_head_equal_to_the_teacher_has_nothing_to_learn(
     case: dict[str, torch.Tensor], kept: int
 ) -> None:
-    """Loss and gradient are 0 even if some tokens are not kept: a distribution of only the kept
-    tokens would make the head overconfident."""
+    """The loss and the gradient are 0 even if some tokens are not kept. A distribution of only the
+    kept tokens would make the head overconfident."""
     features = case["teacher"].clone().requires_grad_()
     losses, agrees = token_losses(
         features, torch.eye(VOCABULARY), case["ids"][:, :kept], case["top"][:, :kept]
@@ -101,8 +101,8 @@ def test_masked_positions_have_no_gradient(case: dict[str, torch.Tensor]) -> Non
 
 
 def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
-    """Two drafted tokens are correct, the third is wrong; after the verifier's token, two are
-    correct. The last token is not drafted."""
+    """Two drafted tokens are correct, and the third token is wrong. After the verifier's token, two
+    drafted tokens are correct. The last token is not drafted."""
     acceptance = replay_acceptance([np.array([[1, 1, 0, 1, 1, 1]], bool)], 2)
     assert (acceptance.rounds, acceptance.tokens) == (2, 6)
     assert acceptance.verified == (2, 2) and acceptance.accepted == (2, 2)

@@ -1,5 +1,5 @@
-"""Drafting with the whole model in fewer bits changes no token, whatever the draft writes into the
-KV cache."""
+"""Tests that drafting with the whole model in fewer bits changes no token, whatever the draft
+writes into the KV cache."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +54,8 @@ def plans(model: Path) -> Path:
 
 
 class Spoiling:
-    """An engine that writes garbage into every slot of its call, optionally into later slots, and
-    returns nonsense."""
+    """An engine that writes garbage into every slot of its call, and returns nonsense. It can also
+    write garbage into later slots."""
 
     def __init__(self, engine: Engine, garbage: float, speaks: bool) -> None:
         self._engine = engine
@@ -186,7 +186,7 @@ def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: st
     expected = [plain.generate(one, max_new_tokens=30, ignore_eos=True).tokens for one in prompts]
     service = Service(wrong, BatchOptions(max_rows=3, prefix_memory=1 << 20))
     try:
-        for _ in range(2):  # the second time after cached prefixes
+        for _ in range(2):  # the second time, prefixes are cached
             asked = [wrong.request(one, max_new_tokens=30, ignore_eos=True) for one in prompts]
             with ThreadPoolExecutor() as pool:
                 assert [one.tokens for one in pool.map(service.generate, asked)] == expected

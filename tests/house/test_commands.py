@@ -1,5 +1,5 @@
-"""Common behaviour of all commands: help, version, limits of options, and one line for bad
-input."""
+"""Tests of what all commands have in common. They cover the help, the version, the limits of
+options, and the single line that bad input gives."""
 
 import importlib
 import subprocess
@@ -37,8 +37,8 @@ SCRIPTS = {name: command(script) for name, script in PYPROJECT["project"]["scrip
 
 
 def lines() -> Iterator[tuple[str, click.Command, click.Command, tuple[str, ...]]]:
-    """Name, main command, command, and the arguments that select it, for every command and
-    subcommand."""
+    """Yields the name, the main command, the command itself, and the arguments that select it.
+    There is an entry for every command and subcommand."""
     for name, main in (SCRIPTS | {"shapes": shapes.main}).items():
         yield name, main, main, ()
         for sub in getattr(main, "commands", {}).values():
@@ -46,7 +46,7 @@ def lines() -> Iterator[tuple[str, click.Command, click.Command, tuple[str, ...]
 
 
 def parameters(*kinds: type) -> list[Any]:
-    """Every option and argument of one of these types, with its command."""
+    """Returns every option and argument of one of these types, together with its command."""
     return [
         pytest.param(main, prefix, parameter, id=f"{name} {parameter.opts[0]}")
         for name, main, leads_to, prefix in lines()

@@ -1,5 +1,5 @@
-"""Names in the documentation can be imported, and each line of docs/threats.md names tests that
-exist."""
+"""Tests that the names in the documentation can be imported, and that each line of docs/threats.md
+names tests that exist."""
 
 import re
 from importlib import import_module
@@ -25,7 +25,7 @@ OTHERS = {"eesd.json", "eesd.service", "eesd.tensorrt"}
 
 
 def resolve(name: str) -> Any:
-    """The module or object with a dotted name."""
+    """Returns the module or the object with a dotted name."""
     found: Any = eesd
     parts = name.split(".")
     for number, part in enumerate(parts[1:], 2):
@@ -48,7 +48,7 @@ def test_every_name_that_a_page_shows_exists(page: Path) -> None:
         try:
             assert resolve(name) is not None, name
         except ModuleNotFoundError as error:
-            # A package of some installations, such as tensorrt.
+            # Only some installations have this package, such as tensorrt.
             assert not str(error.name).startswith("eesd"), f"{name}: {error}"
 
 

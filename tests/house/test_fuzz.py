@@ -41,13 +41,13 @@ from eesd.runtime.llm import LLM
 
 FEW = 150
 MANY = int(os.environ.get("FUZZ_CASES", "1500"))
-"""Cases of each kind. FUZZ_CASES=15000 takes most of an hour."""
+"""The number of cases of each kind. FUZZ_CASES=15000 takes most of an hour."""
 SLOW = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 QUICK = settings(max_examples=FEW, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits: settings) -> None:
-    """Each case works, or raises an EESDError of one line."""
+    """Check that each case works, or raises an EESDError of one line."""
 
     @limits
     @given(case=strategy)
@@ -64,7 +64,7 @@ def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits
 both = pytest.mark.parametrize(
     "limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)]
 )
-"""Settings with few cases, for ``make test``, and with many cases, for ``make test-slow``."""
+"""The settings have few cases for ``make test``, and many cases for ``make test-slow``."""
 
 
 @both
@@ -296,7 +296,7 @@ OPTIONS: dict[str, st.SearchStrategy[str] | None] = {
 def command_lines(
     options: dict[str, st.SearchStrategy[str] | None],
 ) -> st.SearchStrategy[list[str]]:
-    """Lists of up to four options with odd values."""
+    """Returns a strategy for lists of up to four options with odd values."""
     pairs = [
         st.tuples(st.just(name), st.none() if values is None else values)
         for name, values in options.items()

@@ -1,5 +1,5 @@
-"""Combinations of packages that ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs,
-both, or a damaged installation; variants of TensorRT."""
+"""Tests of combinations of packages that ``pip`` may have installed. ONNX Runtime may be there for
+the CPU, for GPUs or for both, or the installation may be damaged. TensorRT has several variants."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ def test_what_is_left_of_two_packages_is_refused(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of compute capability 9.0, and both flavours of TensorRT."""
+    """The machine has a GPU of compute capability 9.0, and both flavours of TensorRT."""
     for flavour, name in FLAVOURS.items():
         monkeypatch.setitem(sys.modules, name, fake.module(flavour))
     monkeypatch.setattr(machine, "nvidia_driver", lambda: True)

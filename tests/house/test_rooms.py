@@ -1,5 +1,5 @@
-"""The rooms of the package import in one direction, and a type checker can find every import in a
-fresh clone."""
+"""Tests that the rooms of the package import in only one direction, and that a type checker can
+find every import in a fresh clone."""
 
 import re
 from pathlib import Path
@@ -21,10 +21,10 @@ MAY_IMPORT = {
     "distill": {"common", "controllers", "model", "runtime", "export"},
     "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
 }
-"""Rooms from the lowest to the highest, with the rooms that each may import."""
+"""The rooms from the lowest to the highest. Each has the set of rooms that it may import."""
 LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
-"""Imports from a higher room that a command makes inside a function: ``--model`` exports the model
-that is then run."""
+"""A command makes these imports from a higher room inside a function, because ``--model`` exports
+the model that is then run."""
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
@@ -74,8 +74,8 @@ MODEL_FILES = {
     "torch_quantized.py",
     "torch_weights.py",
 }
-"""The files of the runtime that use the model's torch modules: the torch engine, and files that it
-shares with other engines on devices."""
+"""These files of the runtime use the model's torch modules. They are the torch engine and the files
+that it shares with other engines on devices."""
 
 
 def test_every_room_is_listed() -> None:

@@ -1,4 +1,4 @@
-"""Text is shown unchanged in every table, progress bar and message."""
+"""Tests that text is shown unchanged in every table, progress bar and message."""
 
 import ast
 import io
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 TRICKY = "[red]x[/red] [/] [bold :smile: \\[b] 1.5 'eesd[tensorrt]' https://x.y"
 NAME = TRICKY.replace("/", "|")
-"""The same text as a file name."""
+"""The same text with ``|`` instead of ``/``, so that it can be a file name."""
 
 
 def test_only_one_module_uses_rich_and_colours() -> None:

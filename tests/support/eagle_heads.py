@@ -21,7 +21,8 @@ from eesd.model.loading import load_exit_head, make_initial_head, save_exit_head
 from support.tiny_checkpoints import randomise
 
 LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
-"""Speculators writes the last two: with one norm for all states, and with a norm for each state."""
+"""Speculators writes the last two layouts. The first of these has one norm for all states, and the
+second has a norm for each state."""
 
 
 def write_head(
@@ -148,15 +149,17 @@ class Reference:
         self.normed_output = bool(config.get("norm_output"))
 
     def drafted(self, states: list[Tensor], tokens: list[int], known: int) -> Tensor:
-        """Logits [Vd] after the last token. The model's states are known for the first ``known``
-        tokens.
+        """Returns the logits [Vd] after the last token. The model's states are known for the first
+        ``known`` tokens.
 
-        Token i + 1 is paired with the feature of token i: the fused states of the model or, where
-        these are unknown, the head's output. So the head's sequence begins with the second token.
+        Token i + 1 is paired with the feature of token i. This feature is the fused states of the
+        model, or the head's output if the states are unknown. The head's sequence therefore begins
+        with the second token.
 
         Args:
-            states: Hidden states after each layer, [tokens, hidden]; index 0 has the embeddings.
-            tokens: The text, then the drafted tokens.
+            states: Hidden states after each layer, each of shape [tokens, hidden]. Index 0 has the
+                embeddings.
+            tokens: The tokens of the text, followed by the drafted tokens.
             known: At least 1.
         """
         features = torch.cat([states[layer][:known] for layer in self.layers], -1)
@@ -229,9 +232,9 @@ class Reference:
 def train(
     directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20
 ) -> None:
-    """Train a head in place on greedy texts of the model. The loss is cross-entropy on the model's
-    most likely tokens; the head's input is the model's states, and then its previous outputs
-    (training-time test).
+    """Train a head in place on greedy texts of the model. The loss is the cross-entropy with the
+    model's most likely tokens. The input of the head is first the model's states, and then the
+    head's previous outputs (training-time test).
 
     Args:
         directory: Directory of the head.

@@ -1,5 +1,5 @@
-"""Both engines of a directory, assembled by hand, so that a test can wrap, break or time every part
-of a session."""
+"""Both engines of a directory, which are assembled by hand. A test can therefore wrap, break or
+time every part of a session."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from eesd.runtime.session import Session
 from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
-"""A small number, so that every generation outgrows it."""
+"""The number is small, so that every generation outgrows it."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Workspace:
     draft: Engine
 
     def drafted(self, tokens: Sequence[int], slot: int) -> StepOutputs:
-        """The outputs of a draft call over consecutive tokens from ``slot`` on."""
+        """Returns the outputs of a draft call over consecutive tokens from ``slot`` on."""
         return OnCache(self.draft, self.kv_cache).forward(
             tokens, range(slot, slot + len(tokens)), slot
         )
 
 
 class Harness:
-    """Sessions share one cache in turn, like those of ``eesd.LLM``: its stale content must not
-    matter.
+    """Makes sessions that use the same cache one after the other, like the sessions of
+    ``eesd.LLM``. The stale content of the cache must have no effect.
 
     Attributes:
         exact_trees: Whether the nodes of a tree get the same bits as the same path run as a chain.
@@ -81,8 +81,8 @@ class Harness:
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
-        """A cache and the engines. With ONNX Runtime's operators, the cache starts with ``slots``
-        slots."""
+        """Returns a cache and the engines. With ONNX Runtime's operators, the cache starts with
+        ``slots`` slots."""
         own = isinstance(self._verify, OrtEngine)
         kv_cache = HostKVCache(self.manifest, slots) if own else self._verify.new_kv_caches()[0]
         return Workspace(kv_cache, self._verify, self._draft)
@@ -103,15 +103,15 @@ class Harness:
         text: TextRule | None = None,
         in_place: bool = False,
     ) -> Session:
-        """A session that drafts with the exit head if there is a ``controller``, and from the text
-        if there is a ``text``."""
+        """Returns a session that drafts with the exit head if there is a ``controller``, and from
+        the text if there is a ``text``."""
         parts = workspace or self._shared
         sampling = sampling or Sampling()
         drafter = (
             Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         )
         drafting = Drafting(drafter, text, guard, _shared(controller, budget, text))
-        # Sessions are compared, so none may draw a random seed.
+        # The tests compare sessions, so no session may draw a random seed.
         sampling = replace(sampling, seed=sampling.seed or 0)
         request = Request(
             tokens=prompt,
@@ -124,7 +124,7 @@ class Harness:
         return Session(Generation(request), parts.kv_cache, engines, drafting, observer=observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
-        """A new cache that holds all tokens but the last."""
+        """Returns a new cache that holds all tokens except the last."""
         workspace = self.workspace()
         self.session(tokens, workspace=workspace).prefill()
         return workspace
@@ -133,7 +133,7 @@ class Harness:
 def _shared(
     controller: Controller | None, budget: TreeBudget | None, text: TextRule | None
 ) -> RoundValue:
-    """The shared value of rounds, which all parts that decide use, as in an LLM."""
+    """Returns the shared value of rounds. All parts that make decisions use it, as in an LLM."""
     rules = [
         rule for rule in (budget, text, controller) if rule is not None and rule.value is not None
     ]
@@ -169,7 +169,8 @@ class RandomStop(Controller):
 
 
 class SometimesCopies(TextRule):
-    """A rule that verifies all proposals of the text, in a share of the rounds."""
+    """A rule that verifies all proposals of the text in some of the rounds. ``share`` is the share
+    of these rounds."""
 
     def __init__(self, seed: int = 0, share: float = 1.0) -> None:
         super().__init__()
@@ -242,7 +243,8 @@ class Wrapped:
 
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:
-    """The workspace, and a dict that will get its draft engine's logits for each slot."""
+    """Returns the workspace, and a dict that will get the logits of its draft engine for each
+    slot."""
     logits: dict[int, NDArray[np.float32]] = {}
 
     def note(tokens: Sequence[int], slot: int, outputs: StepOutputs) -> None:
@@ -257,8 +259,8 @@ def timed(
     draft_step: float = 0.0,
     node: float = 0.0,
 ) -> Workspace:
-    """Engines that drive a clock: a draft call takes ``draft_step``, a verify pass 1, and each
-    additional node ``node``."""
+    """Returns engines that drive a clock. A draft call takes ``draft_step`` seconds, a verify pass
+    takes 1 second, and each additional node takes ``node`` seconds."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     for part in ("decoding.round", "session"):
@@ -278,6 +280,7 @@ def timed(
 
 
 def without_budget(*llms: LLM) -> None:
-    """Let LLMs verify all drafted nodes: a budget leaves out nodes by the clock."""
+    """Let LLMs verify all drafted nodes, because a budget leaves out nodes depending on the
+    clock."""
     for llm in llms:
         llm.drafting = llm.drafting.with_drafter(budget=None)

@@ -1,5 +1,5 @@
-"""Checks of models whose layers differ, on an export that can draft: tokens and caches equal those
-of plain decoding, and values equal those of transformers."""
+"""Checks of models whose layers differ. They use an export that can draft. Tokens and caches equal
+those of plain decoding, and values equal those of transformers."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ from support.lossless_checks import (
 
 
 def check_drafts(harness: Harness, name: str, width: int) -> None:
-    """Drafts change no token and no slot of the cache, with the sampling of this name."""
+    """Check that drafts change no token and no slot of the cache. ``name`` is the name of the
+    sampling."""
     controller = make_controller("fixed:k=4", seed=3)
     accepted = judged = 0
     for prompt in PROMPTS:
@@ -49,7 +50,8 @@ def check_drafts(harness: Harness, name: str, width: int) -> None:
 
 
 def check_batch(llm: LLM) -> None:
-    """Requests of a batch get the tokens that they get alone, and some reuse kept prefixes."""
+    """Check that requests of a batch get the tokens that they get alone, and that some of them
+    reuse kept prefixes."""
     given = list(requests(12, seed=7))
     scheduler = Scheduler(llm, OPTIONS)
     for request, record in zip(given, run_batch(scheduler, given, every=2), strict=True):
@@ -58,7 +60,8 @@ def check_batch(llm: LLM) -> None:
 
 
 def check_greedy_tokens(plans: Path, backend: str, reference: Any) -> None:
-    """Greedy tokens equal those of a model of transformers, plainly and with drafts."""
+    """Check that greedy tokens, with and without drafts, equal the tokens of a model of
+    transformers."""
     prompt = torch.tensor([PROMPTS[2]])
     options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
     expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -71,11 +74,12 @@ def check_greedy_tokens(plans: Path, backend: str, reference: Any) -> None:
 def check_teacher(
     model: Path, layers: int, whole: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """The teacher's hidden states after all layers but the last equal transformers'.
+    """Check that the teacher's hidden states equal the hidden states of transformers after every
+    layer except the last.
 
     Args:
         model: The checkpoint.
-        layers: Number of its layers.
+        layers: Number of layers of the checkpoint.
         whole: Whether the teacher runs without caches, as on GPUs.
         monkeypatch: Sets ``whole``.
         options: How transformers loads the model.
@@ -98,7 +102,7 @@ def check_teacher(
 
 
 def check_narrow_caches(plans: Path, dtype: str) -> None:
-    """With a KV cache of this type, drafts in chains and trees change no token."""
+    """Check that drafts in chains and trees change no token if the KV cache has this type."""
     for tree in (1, 2):
         speculation = Speculation("fixed:k=4", tree=tree, guard=False)
         load = partial(eesd.load, plans, threads=1, kv_cache_dtype=dtype)
@@ -110,8 +114,8 @@ def check_narrow_caches(plans: Path, dtype: str) -> None:
 
 
 def check_command(model: Path, cache: Path) -> None:
-    """``eesd-run --model`` exports the model alone. The whole model in 4 bits drafts in the first
-    run, and plain decoding gives the same tokens."""
+    """Check that ``eesd-run --model`` exports a model without a head. In the first run, the draft
+    is the whole model in 4 bits. Plain decoding gives the same tokens."""
     ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", cache)
     given = ("--model", model, "--exit-head", "quantized", "--dtype", "float32")
     drafts, plain = (
@@ -123,8 +127,8 @@ def check_command(model: Path, cache: Path) -> None:
 def check_config_is_refused(
     model: Path, scratch: Path, changed: dict[str, Any], words: Sequence[str]
 ) -> None:
-    """An export refuses the model with these values in its config, in a sentence with these
-    words."""
+    """Check that an export refuses the model if its config has these values. The error is a
+    sentence with these words."""
     for file in model.iterdir():
         (scratch / file.name).symlink_to(file)
     config = json.loads((model / "config.json").read_text()) | changed

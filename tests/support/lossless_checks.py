@@ -72,8 +72,8 @@ TOLERANCE = 1e-4
 def reference_probabilities(
     logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()
 ) -> Vector:
-    """Penalty, temperature, top-k, top-p, min-p, in this order, directly from their definitions
-    (assumes no ties)."""
+    """Apply the penalty, temperature, top-k, top-p and min-p in this order, directly from their
+    definitions. The function assumes that there are no ties."""
     scores = logits.astype(np.float64)
     for token in set(seen):
         factor = sampling.repetition_penalty
@@ -95,8 +95,8 @@ def reference_probabilities(
 
 
 def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
-    """p-value of the counts under the expected distribution; 0 if anything impossible occurred.
-    Rare cells are pooled."""
+    """Returns the p-value of the counts under the expected distribution, or 0 if anything
+    impossible occurred. Rare cells are pooled."""
     draws = sum(counts.values())
     if any(expected.get(outcome, 0) == 0 for outcome in counts):
         return 0.0
@@ -111,8 +111,8 @@ def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
 
 
 def exact_joint(harness: Harness, prompt: Sequence[int], sampling: Sampling) -> Joint:
-    """The probability of every continuation of LENGTH tokens, from plain verifier runs on each
-    prefix."""
+    """Returns the probability of every continuation of LENGTH tokens. It comes from plain verifier
+    runs on each prefix."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
@@ -136,7 +136,8 @@ def check_joint(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """Sampled sequences have the verifier's distribution, and drafting contributed to them."""
+    """Check that sampled sequences have the verifier's distribution, and that drafting contributed
+    to them."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
@@ -160,8 +161,8 @@ def check_joint(
 
 
 class MadeUp:
-    """Invented distributions for every context of at most LENGTH - 1 tokens: the verifier's p and
-    the draft's q."""
+    """Invented distributions for every context of at most LENGTH - 1 tokens. The verifier has the
+    distribution p, and the draft has the distribution q."""
 
     def __init__(self, vocab_size: int, seed: int, draft_vocab: Sequence[int] = ()) -> None:
         self.draft_vocab = np.array(draft_vocab or range(vocab_size))
@@ -180,13 +181,14 @@ class MadeUp:
     def rows(
         self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]
     ) -> NDArray[np.float32]:
-        """The logits [nodes, V] that follow the given nodes."""
+        """Returns the logits [nodes, V] that follow the given nodes."""
         return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(
             np.float32
         )
 
     def round(self, seed: int, width: int) -> list[int]:
-        """One round of the sampler alone, two levels deep, without engine or session."""
+        """Run one round of the sampler alone, without an engine or a session. The round has two
+        levels."""
         columns = DraftColumns(self.draft_vocab)
         sampler = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed), columns)
         tree = DraftTree(0, max_nodes=width + width**2, width=width**2)
@@ -206,8 +208,8 @@ class MadeUp:
 def check_sampler(
     width: int, vocab_size: int = 4, draws: int = 6000, draft_vocab: Sequence[int] = ()
 ) -> None:
-    """Rounds of rejection sampling, each completed to LENGTH tokens from p, follow p's joint
-    distribution."""
+    """Check that rounds of rejection sampling follow p's joint distribution. Each round is
+    completed to LENGTH tokens from p."""
     made_up = MadeUp(vocab_size, width, draft_vocab)
     random = np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -221,12 +223,13 @@ def check_sampler(
 
 
 DRAFT_VOCAB = np.array([token for token in range(97) if token % 5])
-"""Ids of a draft vocabulary: 77 of 97 tokens. Column i is rarely token i."""
+"""The token ids of a draft vocabulary, which has 77 of the 97 tokens. Column i is rarely token
+i."""
 
 
 def check_reduced_proposals(sampling: Sampling, count: int) -> None:
-    """A draft vocabulary gives the same proposals as the whole vocabulary with the logits of all
-    other tokens set to -inf."""
+    """Check that a draft vocabulary gives the same proposals as the whole vocabulary if the logits
+    of all other tokens are -inf."""
     random = np.random.default_rng(0)
     seen = [5, 9, 3, 60, 61, 62, 63]
     node = Node(3)
@@ -268,7 +271,8 @@ def check_same_tokens(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> Stats:
-    """Drafting changes nothing, while the cache grows. Returns the statistics of the drafting run.
+    """Check that drafting changes nothing while the cache grows. Returns the statistics of the
+    drafting run.
 
     The logits after every committed token are compared, too. Chains change no bit. Trees change no
     bit on the default engine, and no more than rounding on other engines.
@@ -315,7 +319,8 @@ def check_cache(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """After each round, all L + E caches equal those of a prefill of the same tokens."""
+    """Check that after each round, all L + E caches equal the caches of a prefill of the same
+    tokens."""
     workspace = harness.workspace()
     session = harness.session(
         prompt,
@@ -344,7 +349,7 @@ def drafted(
     budget: TreeBudget | None = None,
     workspace: Workspace | None = None,
 ) -> DraftTree:
-    """The tree that the first round drafts greedily."""
+    """Returns the tree that the first round drafts greedily."""
     parts = workspace or harness.workspace()
     session = harness.session(
         prompt, controller=controller, width=width, workspace=parts, budget=budget
@@ -358,15 +363,16 @@ def drafted(
 def drafted_logits(
     harness: Harness, prompt: Sequence[int], controller: Controller, width: int
 ) -> tuple[DraftTree, dict[int, NDArray[np.float32]]]:
-    """The tree of the first round, and the draft's logits by the index of the node."""
+    """Returns the tree of the first round, and a dict from the index of each node to the draft's
+    logits."""
     workspace, logits = recording_drafts(harness.workspace())
     tree = drafted(harness, prompt, controller, width, workspace=workspace)
     return tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
 
 
 def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> None:
-    """The draft's logits at every node of a tree equal those after the node's path as a plain
-    chain."""
+    """Check the draft's logits at every node of a tree. They equal the logits after the same path
+    in a plain chain."""
     tree, logits = drafted_logits(harness, prompt, make_controller("fixed:k=4"), width)
     assert tree.nodes[-1].depth < len(tree.nodes) - 1 and len(logits) == 1 + 3 * width
     for index, actual in logits.items():
@@ -407,8 +413,8 @@ def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
 
 
 def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
-    """A step may be interrupted at every line: the session still counts its tokens correctly and
-    ends with the same tokens."""
+    """Check that a step may be interrupted at every line. The session still counts its tokens
+    correctly, and ends with the same tokens."""
     expected = generated(make())
     line = 1
     while True:
@@ -427,7 +433,8 @@ def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
 
 
 def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[int]]) -> int:
-    """Drafting changes no token, greedy or sampled. Returns the number of accepted tokens."""
+    """Check that drafting changes no token, whether decoding is greedy or sampled. Returns the
+    number of accepted tokens."""
     accepted = 0
     for prompt, sampling in product(prompts, (Sampling(), Sampling(temperature=0.8, seed=3))):
         both = (llm.with_speculation(way) for way in (None, speculation))
@@ -440,9 +447,10 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
 
 
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
-    """With kept prefixes, the same tokens are drafted and accepted as without them: in a single
-    session and in a service, whatever token follows the kept tokens, and whether a prompt or a
-    generation left the prefixes. Returns the number of drafted tokens."""
+    """Check that the same tokens are drafted and accepted with and without kept prefixes. This
+    holds in a single session and in a service. It does not depend on the token that follows the
+    kept tokens, or on whether a prompt or a generation left the prefixes. Returns the number of
+    drafted tokens."""
     speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
     kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
     alone = load(directory, backend, threads=1, speculation=speculation)

@@ -1,5 +1,5 @@
-"""The API of the real TensorRT modules, from the files that ``trt_signatures.py`` wrote, and a
-check that a call fits it."""
+"""The API of the real TensorRT modules, which is read from the files that ``trt_signatures.py``
+wrote. This module can check that a call fits the API."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a method: its name, its pybind11 type, and whether it is optional."""
+    """A parameter of a method. It has a name and a pybind11 type, and may be optional."""
 
     name: str
     type: str
@@ -60,13 +60,13 @@ class Api:
 
 @cache
 def load(name: str) -> Api:
-    """The API in a file, by its name without ``.json``."""
+    """Returns the API that a file contains. ``name`` is the name of the file without ``.json``."""
     return Api(DATA / f"{name}.json")
 
 
 @cache
 def parameters(signature: str) -> list[Parameter]:
-    """The parameters of a signature, without ``self``."""
+    """Returns the parameters of a signature without ``self``."""
     inside = signature[1 : signature.rindex(")")]
     return [_parameter(text) for text in _split(inside)[1:]]
 
@@ -101,7 +101,7 @@ def _accepts(wanted: list[Parameter], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _fits(value: Any, wanted: Parameter) -> bool:
-    """Whether pybind11 can convert a value to a parameter's type."""
+    """Returns whether pybind11 can convert a value to the type of a parameter."""
     kind = wanted.type
     if kind in ("buffer", "Buffer"):
         return isinstance(value, bytes | bytearray | memoryview | mmap)
