@@ -1,4 +1,4 @@
-"""``eesd-doctor``: report the installed packages, the jobs that this machine can run, and the
+"""``eesd-doctor`` reports the installed packages, the jobs that this machine can run, and the
 packages that other jobs need."""
 
 import json
@@ -37,7 +37,8 @@ PACKAGES = (
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
-"""Names of packages, and of the extras that install them; "" for packages of every installation."""
+"""The names of packages, and of the extras that install them. The extra is "" for packages that
+every installation has."""
 
 
 @cli.command()
@@ -68,8 +69,8 @@ def main(engine_dir: Path | None, as_json: bool) -> None:
 
 
 def engines(directory: Path) -> dict[str, str]:
-    """Whether a directory's logits have the same bits on this machine for every number of tokens
-    per call."""
+    """Report whether a directory's logits have the same bits on this machine for every number of
+    tokens per call."""
     manifest = load_manifest(directory)
     opened = open_engines(directory, manifest, EngineOptions("auto", None, draft=False))
     exactness = Exactness(manifest)
@@ -84,7 +85,7 @@ def engines(directory: Path) -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Version of each package, or the command that installs it."""
+    """Report the version of each package, or the command that installs it."""
     missing = {
         name: f"not installed: {pip_install(extra)}" if extra else "missing"
         for name, extra in PACKAGES
@@ -100,7 +101,8 @@ def packages() -> dict[str, str]:
 
 
 def jobs() -> dict[str, str]:
-    """For each job ``yes``, or the packages to install. Each backend is checked separately."""
+    """Report ``yes`` or the packages to install for each job. Each backend is checked
+    separately."""
     torch = _missing(pip_install("torch"), *machine.TORCH_ENGINE)
     exporting = _missing(
         pip_install("export"), *(name for name, extra in PACKAGES if extra == "export")
@@ -137,7 +139,8 @@ def _cache() -> str:
 
 
 def _missing(remedy: str, *names: str) -> str:
-    """The missing packages, and the command that installs them; "" if all are installed."""
+    """Return the missing packages, and the command that installs them. The result is "" if all
+    packages are installed."""
     missing = [name for name in names if not installed(name)]
     return f"no: {', '.join(missing)} missing; {remedy}" if missing else ""
 

@@ -1,4 +1,4 @@
-"""Keys and values of earlier texts, kept for requests with the same beginning, such as a system
+"""Keep the keys and values of earlier texts for requests with the same beginning, such as a system
 prompt or a conversation."""
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from eesd.runtime.engines.base import Values
 BLOCK = 32
 """Number of tokens whose keys and values are kept together."""
 Key = tuple[int | str, ...]
-"""The tokens of a block, after the salt in the first block of a text."""
+"""The tokens of a block. In the first block of a text, the salt comes before the tokens."""
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, bounded in bytes. The least recently used blocks are dropped first; within
-    a text, the last blocks are dropped first.
+    """A tree of blocks whose size in bytes is limited. The least recently used blocks are dropped
+    first. Within a text, the last blocks are dropped first.
 
     A token's keys and values have the same bits however its text was split into calls, so a request
     that takes them from the cache gets the same tokens as without the cache.
@@ -38,7 +38,7 @@ class PrefixCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        """``capacity`` is in bytes; 0 keeps nothing."""
+        """``capacity`` is in bytes. If it is 0, nothing is kept."""
         self.queries = 0
         self.hits = 0
         self._capacity = capacity
@@ -47,14 +47,14 @@ class PrefixCache:
         self._clock = count(1)
 
     def find(self, tokens: Sequence[int], salt: str = "", taken: int | None = None) -> list[Values]:
-        """The keys and values of the longest cached beginning of ``tokens``, in blocks of
+        """Return the keys and values of the longest cached beginning of ``tokens``, in blocks of
         :data:`BLOCK` tokens.
 
         Args:
             tokens: The text.
             salt: Only texts added with the same salt are found.
-            taken: Number of tokens that an earlier call found; their blocks are left out. None in
-                the first call for this text.
+            taken: Number of tokens that an earlier call found. Their blocks are left out. It is
+                None in the first call for this text.
         """
         found = []
         block = self._root
@@ -80,8 +80,8 @@ class PrefixCache:
 
         Args:
             tokens: The text's tokens whose keys and values have been computed.
-            read: Returns the keys and values of slots ``start`` to ``stop - 1``, [L+E, 2, KV, n,
-                D]. They are copied.
+            read: A function that returns the keys and values [L+E, 2, KV, n, D] of the slots
+                ``start`` to ``stop - 1``. They are copied.
             salt: See :meth:`find`.
         """
         if not self._capacity:
@@ -100,8 +100,8 @@ class PrefixCache:
             block = following
 
     def _make_room(self, size: int, now: int) -> bool:
-        """Drop blocks until ``size`` bytes are free; False if only blocks that were used at the
-        time ``now`` are left."""
+        """Drop blocks until ``size`` bytes are free. Return False if only blocks that were used at
+        the time ``now`` are left."""
         while self.bytes_used + size > self._capacity:
             ends = [
                 block
@@ -117,7 +117,7 @@ class PrefixCache:
         return True
 
     def _blocks(self, block: _Block) -> list[_Block]:
-        """All descendants of a block."""
+        """Return all descendants of a block."""
         found = []
         waiting = [*block.following.values()]
         while waiting:
@@ -127,7 +127,7 @@ class PrefixCache:
 
 
 def _keys(tokens: Sequence[int], salt: str) -> list[Key]:
-    """The keys of a text's whole blocks. The first key includes the salt."""
+    """Return the keys of a text's whole blocks. The first key includes the salt."""
     found: list[Key] = [
         tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)
     ]

@@ -1,8 +1,9 @@
-"""Noise on a GPU: the best scores of each row after Gumbel noise, in one kernel in Triton.
+"""Find the best scores of each row after Gumbel noise on a GPU. This is one kernel in Triton.
 
-The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: the counter of
-Philox4x64-10 is the position and the token's group of four. The noise exists in registers only.
-Each program finds the best scores of a part of a row; torch merges the results of all parts.
+The noise is the same as that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`. The counter
+of Philox4x64-10 consists of the position and the token's group of four. The noise exists in
+registers only. Each program finds the best scores of a part of a row; torch merges the results of
+all parts.
 
 The module needs Triton, so it is imported only where Triton works.
 """
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDE = 2048
-"""Scores per program."""
+"""Number of scores per program."""
 
 
 @triton.jit(do_not_specialize=["seed", "size"])  # type: ignore[untyped-decorator]
@@ -53,13 +54,14 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
 def noisy_best(
     scores: Tensor, seed: int, positions: Tensor, tokens: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The best scores after noise.
+    """Return the best scores after noise is added.
 
     Args:
         scores: [n, V] float64.
         seed: Seed of the request.
         positions: Positions in the text of the rows' tokens, [n] int64.
-        tokens: The token of each column, [V] int64; None if it is the column's index.
+        tokens: The token of each column, [V] int64. It is None if the token of each column is the
+            column's index.
         count: Number of scores to find, at most V.
 
     Returns:

@@ -9,9 +9,9 @@ the tokens are the same:
 * The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs
   Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without this kernel the host chooses tokens.
 * Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a
-  token that can win. So a choice that depends on a difference of :data:`NEAR` or less (between the
-  best two noisy scores, or at the edge of a filter), or on a number that is not finite, is marked
-  as uncertain, and the host makes it from the logits.
+  token that can win. So a choice is marked as uncertain if it depends on a number that is not
+  finite, or on a difference of :data:`NEAR` or less (between the best two noisy scores, or at the
+  edge of a filter). The host makes uncertain choices from the logits.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
 from eesd.runtime.engines.base import Choose
 
 NEAR = 1e-9
-"""A difference far larger than rounding errors. Scores are this close about once in a billion
+"""This difference is far larger than rounding errors. Scores are this close about once in a billion
 tokens."""
 
 
@@ -46,15 +46,16 @@ class DeviceSampler:
 
         Args:
             tokens: All committed tokens.
-            paths: For each row of logits, the path of drafted tokens that it follows.
-            count: Number of proposals for each row of the draft's logits. 0 for the verifier's
-                logits, from which the verifier's token is chosen.
+            paths: The path of drafted tokens before each row of logits.
+            count: Number of proposals for each row of the draft's logits. It is 0 for the
+                verifier's logits, from which the verifier's token is chosen.
 
         Returns:
-            A function from logits [n, V] float32 to float64. For the draft, its result is [n, 3,
-            count + 1]: the columns, best first; their log-probabilities; and the log-probabilities
-            with noise. For the verifier it is [n, 2]: the token, and 1 if the host would certainly
-            choose it. The function returns None if the device cannot make the noise.
+            A function from logits [n, V] float32 to float64. For the draft, its result [n, 3, count
+            + 1] has the columns (the best one first), their log-probabilities, and the
+            log-probabilities with noise. For the verifier, its result [n, 2] has the token, and 1
+            if the host would certainly choose this token. The function returns None if the device
+            cannot make the noise.
         """
 
         def choose(logits: Tensor) -> Tensor | None:
@@ -70,8 +71,8 @@ class DeviceSampler:
     def _penalized(
         self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool
     ) -> Tensor:
-        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path.
-        ``drafts``: whether they are the draft's logits."""
+        """Return the logits [n, V] with the repetition penalty for ``tokens`` and for each row's
+        path. ``drafts`` is True if they are the draft's logits."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits
@@ -85,8 +86,8 @@ class DeviceSampler:
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     def _noisiest(self, logits: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """Results, with noise for the tokens at ``positions``, of the function that :meth:`chooser`
-        returns."""
+        """Compute the results of the function that :meth:`chooser` returns. The noise for the
+        tokens at ``positions`` is added."""
         from eesd.runtime.decoding.device_noise import noisy_best
 
         device = logits.device
@@ -116,7 +117,7 @@ class DeviceSampler:
 
 @cache
 def makes_noise(device: torch.device) -> bool:
-    """Whether a device makes the same noise as the host. Tested by a trial, as in
+    """Return whether a device makes the same noise as the host. A trial shows this, as in
     :func:`~.torch_quantized.fault_of_kernel`."""
     size = 9
     seed = 2**62 + 3
@@ -128,7 +129,8 @@ def makes_noise(device: torch.device) -> bool:
         values, columns = noisy_best(scores, seed, to_device(positions, device), None, size)
         found = torch.zeros_like(scores).scatter(1, columns, values).cpu().numpy()
     except Exception:
-        # A compiler, a driver or a file system can fail in any way; then the host chooses tokens.
+        # A compiler, a driver or a file system can fail in any way. If that happens, the host
+        # chooses tokens.
         return False
     return np.allclose(
         found,
@@ -145,11 +147,11 @@ class _Seen:
         self._columns = columns
         self._size = size
         self._committed = torch.zeros(size + 1, dtype=torch.bool, device=device)
-        """The last column represents no token: it pads short paths."""
+        """The last column does not represent a token. It pads short paths."""
         self._marked = 0
 
     def mask(self, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
-        """Mask [n, V] of the committed tokens and the tokens of each row's path."""
+        """Return a mask [n, V] of the committed tokens and the tokens of each row's path."""
         device = self._committed.device
         if self._marked < len(tokens):
             self._committed.index_fill_(
@@ -166,8 +168,8 @@ class _Seen:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A number as a tensor. If the divisor is a plain number, a GPU multiplies by its reciprocal,
-    which rounds differently."""
+    """Return a number as a tensor, for use as a divisor. If a divisor is a plain number, a GPU
+    multiplies by its reciprocal, which rounds differently."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -178,7 +180,8 @@ def to_device(values: object, device: torch.device, dtype: type = np.int64) -> T
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Results, without noise, of the function that :meth:`DeviceSampler.chooser` returns."""
+    """Compute the results of the function that :meth:`DeviceSampler.chooser` returns, without
+    noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
         # One more candidate, which the last margin needs.
@@ -197,9 +200,10 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
         sampling: The options.
 
     Returns:
-        The scores, -inf where a filter certainly removes a token; a mask [n, V] of the tokens that
-        are certainly kept, None if all remaining tokens are kept; and a mask [n] of the rows for
-        which the first two results are certain, None if they are certain for all rows.
+        The scores, which are -inf where a filter certainly removes a token. Then a mask [n, V] of
+        the tokens that are certainly kept, or None if all remaining tokens are kept. Last a mask
+        [n] of the rows for which the first two results are certain, or None if they are certain for
+        all rows.
     """
     sure = clear = None
     if 0 < sampling.top_k < scores.shape[-1]:

@@ -1,4 +1,4 @@
-"""The draft tree of one round: its growth level by level, and the choice of nodes to verify."""
+"""The draft tree of one round. It grows level by level, and then the nodes to verify are chosen."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,9 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import Price
 
 CANDIDATES = 4
-"""Number of children proposed for a node if a budget chooses among them. For the bundled model, the
-greedy token is the first candidate in 82 % of cases, and among the first four in 94 %."""
+"""Number of children that are proposed for a node if a budget chooses among them. For the bundled
+model, the greedy token is the first candidate in 82 % of cases, and among the first four in 94
+%."""
 
 
 class Proposal(NamedTuple):
@@ -25,11 +26,12 @@ class Proposal(NamedTuple):
         token: Its id.
         logprob: Its log-probability under the draft.
         score: Paths are ranked by the sum of scores. A score is the log-probability or, with
-            coupled sampling, the noisy score minus the best noisy score. A child near the best is
-            likely the verifier's token, however improbable it was before the noise.
-        margin: Score (with noise, if there is any) minus the score of the best other token;
-            infinite if there is no other. It predicts better than any other output of the draft
-            whether the verifier will choose the token.
+            coupled sampling, the noisy score minus the best noisy score. A child whose score is
+            near the best score is likely to be the verifier's token, however improbable it was
+            before the noise.
+        margin: The score (including noise, if there is any) minus the score of the best other
+            token. It is infinite if there is no other token. The margin predicts better than any
+            other output of the draft whether the verifier will choose the token.
     """
 
     token: int
@@ -40,22 +42,22 @@ class Proposal(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A token in the tree; the root is the last committed token.
+    """A token in the tree. The root is the last committed token.
 
     Attributes:
         token: Its id.
-        parent: The node before it; None for the root.
+        parent: The node before this node, or None for the root.
         depth: Number of tokens after the root, up to and including this node.
         logprob: Log-probability of its path under the draft.
-        rank: Rank of its path: the sum of scores or, with a budget, the chance that the path is
-            accepted.
+        rank: Rank of its path. It is the sum of scores or, with a budget, the chance that the path
+            is accepted.
         margin: Margin of its proposal.
         index: Its slot, counted from the root's slot. During drafting, slots are in the order of
-            expansion; :meth:`DraftTree.prune` sets the slots of the verify pass. -1 if the node is
-            not in the pass.
+            expansion; :meth:`DraftTree.prune` sets the slots of the verify pass. The index is -1 if
+            the node is not in the pass.
         expanded: Whether the draft continues after this node.
         candidates: Its proposed children, best first.
-        score: Calibration score of the first candidate (with a budget).
+        score: Calibration score of the first candidate, which is set if there is a budget.
         source: Name of the first drafter that proposed it.
     """
 
@@ -73,7 +75,7 @@ class Node:
 
     @property
     def children(self) -> "list[Node]":
-        """The candidates that are in the pass, best first."""
+        """The candidates that are in the pass, the best one first."""
         return [child for child in self.candidates if child.index >= 0]
 
     def first_path(self) -> "list[Node]":
@@ -86,7 +88,7 @@ class Node:
         return path
 
     def path(self) -> list[int]:
-        """The tokens from the root's child down to this node; empty for the root."""
+        """The tokens from the root's child down to this node. The path of the root is empty."""
         tokens = []
         node = self
         while node.parent is not None:
@@ -99,8 +101,8 @@ class Share(NamedTuple):
     """The part of a batch's verify pass that one row may use.
 
     Attributes:
-        levels: For a draft without a budget: maximum number of levels.
-        price: For a draft with a budget: maps numbers of draft nodes to prices.
+        levels: Maximum number of levels of a draft without a budget.
+        price: A function for a draft with a budget. It maps numbers of draft nodes to prices.
     """
 
     levels: int
@@ -111,16 +113,18 @@ class DraftTree:
     """The nodes of one round.
 
     Without a budget every node of a level is expanded and verified. With a budget, paths are ranked
-    by their calibrated chances: the ``width`` best of a level are expanded, and :meth:`prune`
-    chooses from all candidates ever proposed. Tokens of another drafter, such as the text, extend
-    the best path (:meth:`follow`), or join the candidates (:meth:`join`).
+    by their calibrated chances. The ``width`` best nodes of a level are expanded, and :meth:`prune`
+    chooses from all candidates that were ever proposed. Tokens of another drafter, such as the
+    text, extend the best path (:meth:`follow`), or join the candidates (:meth:`join`).
 
     Attributes:
-        source: Name of the drafter that grows the tree level by level; empty if there is none.
+        source: Name of the drafter that grows the tree level by level. It is empty if there is no
+            such drafter.
         root: The last committed token.
         nodes: The root and the expanded nodes, in the order of their slots.
-        frontier: The last level of ``nodes``, best path first: the input of the next draft step.
-        steps: Levels drafted.
+        frontier: The last level of ``nodes``, which is the input of the next draft step. The best
+            path is first.
+        steps: Number of levels that were drafted.
         branching: Number of children to propose for each node.
     """
 
@@ -138,10 +142,11 @@ class DraftTree:
         Args:
             root_token: The last committed token.
             max_nodes: Maximum number of nodes of the verify pass, not counting the root.
-            width: Number of nodes of a level; 1 for a chain.
-            budget: Chooses the nodes to verify; None verifies all of them.
-            in_place: Whether a budget chooses among the nodes of the best path only, because no
-                other node can be accepted.
+            width: Number of nodes of a level. It is 1 for a chain.
+            budget: The budget that chooses the nodes to verify. If it is None, all nodes are
+                verified.
+            in_place: Whether a budget may only choose nodes of the best path, because no other node
+                can be accepted.
             source: Name of the drafter that grows the tree.
         """
         self.source = source
@@ -158,10 +163,11 @@ class DraftTree:
         self._in_place = in_place
 
     def grow(self, proposals: Sequence[Sequence[Proposal]]) -> DraftStep | None:
-        """Add a level: the proposed children of each frontier node. The best paths are expanded.
+        """Add a level, which has the proposed children of each frontier node. The best paths are
+        expanded.
 
         Returns:
-            The step to show to the controller; None if nothing was proposed.
+            The step to show to the controller, or None if nothing was proposed.
         """
         self.steps += 1
         for parent, children in zip(self.frontier, proposals, strict=True):
@@ -220,8 +226,8 @@ class DraftTree:
     ) -> None:
         """Add another drafter's path to a budget's candidates. Call this when drafting is done.
 
-        The tree must have a budget: without a budget, a child that was drawn by rejection sampling
-        must not get siblings.
+        The tree must have a budget, because without a budget a child that was drawn by rejection
+        sampling must not get siblings.
 
         Args:
             node: The node before the path.
@@ -257,7 +263,7 @@ class DraftTree:
         the slots of a chain.
 
         Args:
-            share: The row's part of a batch's pass; None for a sequence that runs alone.
+            share: The row's part of a batch's pass, or None for a sequence that runs alone.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.
@@ -291,8 +297,8 @@ class DraftTree:
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """Labels for the budget: one for each node that has candidates and is on the path of the
-        verifier's ``tokens`` after the root."""
+        """Return the labels for the budget. There is a label for each node that has candidates and
+        is on the path of the verifier's ``tokens`` after the root."""
         node = self.root
         labels: list[SiblingLabel] = []
         for token in tokens:
@@ -308,20 +314,21 @@ class DraftTree:
 
 
 def _best_first(node: Node) -> tuple[float, int]:
-    """Sort key: the likeliest node first, and a parent before an equally likely child."""
+    """A sort key that puts the likeliest node first, and a parent before an equally likely
+    child."""
     return -node.rank, node.depth
 
 
 def _descendants(node: Node) -> Iterator[Node]:
-    """All candidates below a node."""
+    """Return all candidates below a node."""
     for child in node.candidates:
         yield child
         yield from _descendants(child)
 
 
 def _best_path(candidates: Sequence[Node]) -> list[Node]:
-    """The path with the greatest sum of values. The candidates are sorted by value, each after its
-    parent."""
+    """Return the path with the greatest sum of values. The candidates are sorted by value, and each
+    candidate comes after its parent."""
     sums: dict[Node, float] = {}
     for node in candidates:
         assert node.parent is not None
@@ -342,8 +349,8 @@ def _rescale(node: Node, factor: float) -> None:
 
 
 def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
-    """Mask [len - first, len] of the nodes that each node from ``first`` on sees: its ancestors and
-    itself."""
+    """Return a mask [len - first, len] of the nodes that each node from ``first`` on sees. A node
+    sees its ancestors and itself."""
     seen = np.eye(len(nodes), dtype=np.bool_)
     for node in nodes[1:]:
         assert node.parent is not None and 0 <= node.parent.index < node.index

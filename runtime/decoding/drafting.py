@@ -1,4 +1,5 @@
-"""Drafters: the user's choice, the functions that make them, and the drafters of a sequence.
+"""The drafters of a sequence, the options with which users choose drafters, and the functions that
+make drafters.
 
 To add a drafter, write a function that adds it to a :class:`Drafting`, and a line in
 :data:`DRAFTERS`. Rounds, trees, statistics and the guard's accounts refer to drafters by name.
@@ -30,8 +31,8 @@ class Drafter:
     Attributes:
         engine: The draft engine.
         controller: Decides after each level whether to draft another one.
-        tree_width: Number of nodes per level; 1 for a chain.
-        budget: Chooses the nodes to verify; None verifies all nodes.
+        tree_width: Number of nodes per level. It is 1 for a chain.
+        budget: The budget that chooses the nodes to verify. If it is None, all nodes are verified.
         columns: Tokens of the columns of the draft's logits.
         name: Its name in statistics, reports and the guard's accounts.
     """
@@ -50,14 +51,14 @@ class Drafting:
     decodes plainly.
 
     Attributes:
-        drafter: The drafter that runs an engine; None if there is none.
+        drafter: The drafter that runs an engine, or None if there is no such drafter.
         text: Decides how many of the text's proposed tokens are verified. None if the text does not
             draft.
         guard: Pauses a drafter that loses time. None if no drafter is ever paused.
-        value: Costs and worth of rounds, for controller, budget and text rule. None if no rule
-            needs it.
-        fixed: Whether rounds must draft and verify the same tokens each time, because the text
-            depends on them: with rejection sampling.
+        value: The costs and the worth of rounds, which the controller, the budget and the text rule
+            use. It is None if no rule needs them.
+        fixed: Whether rounds must draft and verify the same tokens each time. This is so with
+            rejection sampling, because the text then depends on the drafted tokens.
     """
 
     drafter: Drafter | None = None
@@ -68,7 +69,7 @@ class Drafting:
 
     @cached_property
     def rules(self) -> list[Controller | TreeBudget | TextRule]:
-        """Controller, budget and text rule, without those that are None."""
+        """Those of the controller, the budget and the text rule that are not None."""
         of_drafter = (self.drafter.controller, self.drafter.budget) if self.drafter else ()
         return [rule for rule in (*of_drafter, self.text) if rule is not None]
 
@@ -83,7 +84,7 @@ class Drafting:
             rule.begin_request()
 
     def with_drafter(self, **changes: Any) -> "Drafting":
-        """A copy whose drafter, if there is one, has these attributes."""
+        """Return a copy whose drafter, if it has a drafter, has these attributes."""
         if self.drafter is None:
             return self
         return replace(self, drafter=replace(self.drafter, **changes))
@@ -97,16 +98,16 @@ class Speculation:
     """How an :class:`LLM` drafts.
 
     Attributes:
-        controller: Decides how far to draft: a name and options for
+        controller: The controller, which decides how far to draft. It is a name and options for
             :func:`eesd.controllers.make_controller`.
         tree: Number of nodes per level of the draft tree. A budget leaves out candidates that are
-            not worth their place in the verify pass. 1 is a chain with second candidates. 0 is a
-            chain without a budget.
+            not worth their place in the verify pass. With 1, the draft is a chain with second
+            candidates. With 0, it is a chain without a budget.
         guard: Whether to pause a drafter while it is slower than plain decoding.
         seed: Seed of the controller's random generator.
-        drafter: ``exit`` drafts with the exit head, ``text`` with repetitions in the text (the
-            draft engine is not loaded, and ``controller`` and ``tree`` have no effect), and
-            ``both`` with both.
+        drafter: ``exit`` drafts with the exit head. ``text`` drafts from repetitions in the text;
+            then the draft engine is not loaded, and ``controller`` and ``tree`` have no effect.
+            ``both`` uses both drafters.
 
     Raises:
         EESDError: A value has the wrong type, or is out of range.
@@ -132,7 +133,7 @@ class Speculation:
 
 
 Make = Callable[[Drafting, Speculation, Manifest, Engines, DraftColumns], Drafting]
-"""Adds a drafter to a :class:`Drafting`."""
+"""A function that adds a drafter to a :class:`Drafting`."""
 
 
 def add_exit_head(
@@ -174,7 +175,8 @@ DRAFTERS: Mapping[str, tuple[Make, ...]] = {
 def make_drafting(
     speculation: Speculation, manifest: Manifest, engines: Engines, columns: DraftColumns
 ) -> Drafting:
-    """Make the drafters that ``speculation`` chooses, their controller, budget and guard.
+    """Make the drafters that ``speculation`` chooses, together with their controller, budget and
+    guard.
 
     Raises:
         EESDError: The tree is too wide, the controller cannot be made, or the directory has no exit

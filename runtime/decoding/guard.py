@@ -1,5 +1,5 @@
-"""The guard keeps decoding from being slower than without drafts: it estimates each drafter's gain,
-and pauses a drafter that loses time."""
+"""The guard keeps decoding from being slower than it is without drafts. It estimates each drafter's
+gain, and pauses a drafter that loses time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -13,35 +13,36 @@ from eesd.controllers import RoundOutcome
 class Terms:
     """Limits on the time that drafters may lose. The unit of time is a plain step.
 
-    ``stake`` and ``allowance`` set the limit: a drafter that does not pay loses about one step at
-    first, and then half a percent of the time. The other terms keep losses from measurement
-    errors within this limit. ``eesd-bench starts`` simulates processes on disturbed machines: with
-    these values, a drafter that pays is never locked out, and any other drafter soon stops
+    ``stake`` and ``allowance`` set the limit. A drafter that does not pay loses about one step at
+    first, and then half a percent of the time. The other terms keep losses from measurement errors
+    within this limit. ``eesd-bench starts`` simulates processes on disturbed machines. With these
+    values, a drafter that pays is never locked out there, and any other drafter soon stops
     (decision 0086).
 
     Attributes:
         stake: Balance of a new account.
         allowance: Amount added to every account for each committed token.
-        most: Maximum balance: with it, earlier gains pay for at most one bad text.
+        most: Maximum balance. It is chosen so that earlier gains pay for at most one bad text.
         margin: Gain that a drafting round must exceed, because measurement errors can be as large.
-        doubt: Number of imagined rounds with zero luck that count in the average of luck, because a
-            few rejections prove nothing.
-        memory: Time constant of an account's memory: rounds or, during a pause, tokens.
+        doubt: Number of imagined rounds with zero luck that are included in the average of luck.
+            They are included because a few rejections prove nothing.
+        memory: Time constant of an account's memory. It is in rounds or, during a pause, in tokens.
         trial: Minimum number of rounds before a drafter's first pause, and number of rounds that a
             balance must cover to end a pause. A first call may take ten times as long as later
-            ones: without a trial, a process that paused after its first draft drafted nothing for
+            calls. Without a trial, a process that paused after its first draft did not draft for
             250 tokens.
         switch: Cost of a switch from drafting to plain decoding, whose first round finds the
             processor's caches filled by the draft.
-        near: Number of plain rounds in a probe, and of the drafting rounds before and after it with
-            which it is compared. They are near in time, so they run under the same load.
-        first_interval: Number of drafting rounds before the second probe; the interval doubles each
-            time.
+        near: Number of plain rounds in a probe. The probe is compared with the same number of
+            drafting rounds before and after it. All these rounds are near in time, so they run
+            under the same load.
+        first_interval: Number of drafting rounds before the second probe. The interval doubles
+            after each probe.
         longest_interval: Largest interval.
-        sure: Expected number of tokens, besides the bonus token, at which a drafter may draft even
-            during a pause. The text's tokens are judged during a pause, too, so this estimate is up
-            to date. Without this rule, a stall that overdrew the account would stop the copying of
-            repeated text.
+        sure: If a drafter expects at least this number of tokens (not counting the bonus token), it
+            may draft even during a pause. The text's tokens are judged during a pause, too, so this
+            expectation is up to date. Without this rule, a stall that overdrew the account would
+            stop the copying of repeated text.
         slower: Factor by which the pace must change for plain decoding to be measured immediately.
     """
 
@@ -64,11 +65,11 @@ TERMS = Terms()
 
 
 class StepPrices:
-    """Prices of a part of a round, by number of steps or nodes. The unit is a plain step.
+    """The prices of a part of a round for each number of steps or nodes. The unit is a plain step.
 
     Attributes:
-        medians: The price of each count: a median, because machine stalls hardly affect it. Set by
-            :meth:`add`.
+        medians: The price of each count. It is a median, because machine stalls hardly affect a
+            median. Set by :meth:`add`.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,8 @@ class Account:
 
     Attributes:
         paused: Whether the drafter is paused now. Set by :meth:`drafted` and :meth:`earn`.
-        draft: Prices of its drafts, by number of steps. A drafter without an engine has no steps.
+        draft: Prices of its drafts for each number of steps. A drafter without an engine has no
+            steps.
     """
 
     def __init__(self, terms: Terms, verify: StepPrices, tokens: int) -> None:
@@ -102,7 +104,7 @@ class Account:
         self._terms = terms
         self._verify = verify
         self._rounds: dict[tuple[int, int], float] = {}
-        """Weights of the remembered rounds, by draft steps and nodes."""
+        """The weights of the remembered rounds for each number of draft steps and nodes."""
         self._expected = 0.0
         """Expected number of tokens of these rounds."""
         self._luck = 0.0
@@ -112,8 +114,8 @@ class Account:
 
     @property
     def gain(self) -> float:
-        """A round's gain beyond the margin, in plain steps: its tokens minus its price; 0 if no
-        rounds are remembered."""
+        """The gain of a round beyond the margin, in plain steps. The gain is the round's tokens
+        minus its price. It is 0 if no rounds are remembered."""
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
@@ -165,8 +167,8 @@ class Account:
 
 
 class Guard:
-    """Lets a drafter draft while its account is not overdrawn. Each drafter has an account, by
-    name.
+    """Lets a drafter draft while its account is not overdrawn. Each drafter has an account under
+    its name.
 
     Tokens are counted exactly, so only the share of luck in them is estimated. Seconds are noisy,
     and change with the machine's load. So the charge for a round is not the time that it took, but
@@ -174,15 +176,15 @@ class Guard:
     rounds, under the same load.
 
     Attributes:
-        pauses: Number of pauses so far. Counted by :meth:`observe`.
-        plain_step: Seconds of a plain round; 0 while unknown. Set by :meth:`observe`.
+        pauses: Number of pauses so far. :meth:`observe` counts them.
+        plain_step: Seconds of a plain round, or 0 while they are unknown. Set by :meth:`observe`.
     """
 
     def __init__(self, terms: Terms = TERMS) -> None:
         self.pauses = 0
         self._terms = terms
         self._verify = StepPrices()
-        """Prices by number of nodes, for all the time of a round except its draft."""
+        """The prices of a round without its draft, for each number of nodes."""
         self._accounts: dict[str, Account] = {}
         self._tokens = 0
         """Number of tokens of all rounds."""
@@ -195,18 +197,19 @@ class Guard:
         self._pace: deque[float] = deque(maxlen=2 * terms.near)
         """Seconds of the last drafting rounds, divided by their usual seconds."""
         self._drafts_since = 0
-        """Drafting rounds since plain rounds were last measured."""
+        """Number of drafting rounds since plain rounds were last measured."""
         self._interval = terms.first_interval
         self._probing = terms.near
-        """Plain rounds that the probe still needs."""
+        """Number of plain rounds that the probe still needs."""
         self._after_draft = True
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether a drafter may draft in this round. In a probe no drafter may.
+        """Return whether a drafter may draft in this round. During a probe, no drafter may draft.
 
         Args:
             drafter: Name of the drafter.
-            sure: The drafter's expected tokens besides the bonus token, if known without drafting.
+            sure: The drafter's expected number of tokens (not counting the bonus token), if it is
+                known without drafting.
         """
         if self._probing:
             return False
@@ -270,7 +273,7 @@ class Guard:
             self._interval = min(2 * self._interval, terms.longest_interval)
 
     def _compare(self, outcomes: Iterable[RoundOutcome]) -> None:
-        """Learn prices from drafting rounds that are close to plain ones."""
+        """Learn prices from drafting rounds that are close in time to plain rounds."""
         near = self._terms.near
         for outcome in outcomes:
             drafting = outcome.draft_seconds if outcome.steps else 0.0

@@ -1,5 +1,5 @@
-"""A sequence of tokens over its KV cache, and its rounds: draft, verify, accept, commit. Read this
-file top-down from :func:`run_round`."""
+"""A sequence of tokens with its KV cache, and the rounds of the sequence. A round drafts, verifies,
+accepts and commits. Read this file top-down from :func:`run_round`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,29 +26,29 @@ LOGIT_CHUNK = 64
 """Maximum number of prompt tokens whose logits are in memory at the same time."""
 
 Observer = Callable[[Sequence[int], Logits], None]
-"""Called after each round with its committed tokens and the verifier's logits [tokens, V] that each
-of them was chosen from. The logits are valid only during the call. Without an observer the logits
-may stay on the device."""
+"""A function that is called after each round. It receives the committed tokens, and the verifier's
+logits [tokens, V] from which each of these tokens was chosen. The logits are valid only during the
+call. Without an observer the logits may stay on the device."""
 
 
 class TokenSequence:
     """Tokens, their KV cache, and the state of decoding. Subclasses add the rules that end a text.
 
-    The last token is the **root** of the next round, in the slot ``len(tokens) - 1``. The slots
-    before it hold the keys and values of all other tokens, once the prompt is prefilled.
+    The last token is the **root** of the next round, in the slot ``len(tokens) - 1``. Once the
+    prompt is prefilled, the slots before the root have the keys and values of all other tokens.
 
     Attributes:
         tokens: The prompt and all committed tokens. Set by each commit.
-        stats: Counts and seconds so far. Set by each commit; prefill adds its seconds.
+        stats: Counts and seconds so far. Set by each commit. Prefill adds its seconds, too.
         finish_reason: None until a commit ends the sequence; see :class:`RoundResult`.
         engines: The engines that run its calls. Set by the constructor.
         manifest: Manifest of the engine directory. Set by the constructor.
         drafting: The drafters of this sequence when it runs alone. Set by the constructor.
         sampler: The sampler that chooses its tokens. Set by the constructor.
         index: Index that finds repetitions in the tokens. Extended by each round.
-        observer: Called after each commit; None if nobody reads the logits.
-        drafted_to: End of the slots with drafted tokens that no verify pass has overwritten. Set by
-            draft steps, and reset to 0 by each commit.
+        observer: The observer that is called after each commit, or None if nobody reads the logits.
+        drafted_to: The slots before this slot may have drafted tokens that no verify pass has
+            overwritten. Set by draft steps, and reset to 0 by each commit.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TokenSequence:
         """Begin a sequence.
 
         Args:
-            tokens: The prompt; it must not be empty.
+            tokens: The prompt, which must not be empty.
             kv_cache: An empty cache.
             engines: The engines that run its calls.
             drafting: The drafters of this sequence when it runs alone.
@@ -90,7 +90,7 @@ class TokenSequence:
         self._scored = 0
         """Number of prompt tokens whose logits were computed, if ``_to_score`` is not 0."""
         self._to_score = 0
-        """Number of prompt tokens whose logits are wanted."""
+        """Number of prompt tokens whose logits were requested."""
 
     # The prompt
 
@@ -104,8 +104,8 @@ class TokenSequence:
             self.add_piece(piece, outputs, time.perf_counter() - started)
 
     def next_piece(self, most: int) -> Call | None:
-        """The call for the next piece of the prompt, of at most ``most`` tokens; None if the prompt
-        is complete."""
+        """Return the call for the next piece of the prompt, which has at most ``most`` tokens.
+        Return None if the prompt is complete."""
         self.check_open()
         start = self._prefilled
         logits = self._scored < self._to_score
@@ -121,21 +121,21 @@ class TokenSequence:
         )
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
-        """Record that the call of a piece of the prompt is done, and took ``seconds``."""
+        """Record that the call for a piece of the prompt is done and took ``seconds``."""
         self._prefilled = piece.slot + len(piece.tokens)
         self.stats.prefill_seconds += seconds
 
     @property
     def unfilled(self) -> int:
-        """Number of tokens that are not in the cache yet: tokens of the prompt, or of a text that
-        was moved to another cache."""
+        """Number of tokens that are not in the cache yet. They are tokens of the prompt, or of a
+        text that was moved to another cache."""
         return self._target - self._prefilled
 
     # Rounds
 
     def call(self, nodes: Sequence[Node], first: int = 0) -> Call:
-        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` after
-        the root's."""
+        """Return the engine call for the nodes from ``first`` on. The slot of each node is
+        ``node.index`` slots after the root's slot."""
         root = len(self.tokens) - 1
         called = nodes[first:]
         tokens = [node.token for node in called]
@@ -145,7 +145,8 @@ class TokenSequence:
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
     def verified(self, nodes: Sequence[Node]) -> Call:
-        """The verify call for nodes. It also clears slots of the draft beyond these nodes."""
+        """Return the verify call for nodes. This also clears the slots of the draft after these
+        nodes."""
         stop = len(self.tokens) - 1 + len(nodes)
         if self.drafted_to > stop:
             self._kv_cache.clear(stop, self.drafted_to)
@@ -157,20 +158,21 @@ class TokenSequence:
         return min(self._most - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
 
     def forced(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow because no other tokens are allowed: a free
-        draft."""
+        """Return up to ``most`` tokens that must follow because no other tokens are allowed. They
+        are a draft that costs nothing."""
         return ()
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Number of the given next tokens that belong to the text; None if the text does not end
-        within them."""
+        """Return how many of the given next tokens belong to the text. Return None if the text does
+        not end within these tokens."""
         return None
 
     # The cache
 
     @property
     def kv_cache(self) -> KVCache:
-        """The cache, for calls of other engines. Raises :class:`EESDError` on a closed sequence."""
+        """The cache, which calls of other engines may use. Raises :class:`EESDError` on a closed
+        sequence."""
         self.check_open()
         return self._kv_cache
 
@@ -198,16 +200,16 @@ class Round:
         drafting: Drafters of this round.
         error: Set if the round fails. The sequence is then unchanged, unless ``result`` is set.
         result: Set by :meth:`commit`.
-        kv_cache: The sequence's cache. Set by :meth:`begin`, like the attributes down to
-            ``length``.
+        kv_cache: The sequence's cache. It is set by :meth:`begin`, and so are the attributes down
+            to ``length``.
         tree: The draft. Each draft step adds to it.
         proposal: The text's proposal after the root.
-        drafter: The drafter of this round; None if no drafter with an engine may draft.
+        drafter: The drafter of this round, or None if no drafter with an engine may draft.
         started: Time at which the round began, in seconds.
         most_depth: Maximum number of levels to draft.
         most_nodes: Maximum number of nodes to verify, not counting the root.
-        length: Number of draft steps, if the controller fixes it before the first; None if the
-            controller decides after each step.
+        length: Number of draft steps if the controller fixes it before the first step, or None if
+            the controller decides after each step.
         wants_more: Whether another draft step is wanted. Set by each draft step.
         draft_seconds: Time in the draft engine so far. Each draft step adds to it.
         nodes: The nodes to verify. Set by :meth:`complete`.
@@ -232,7 +234,7 @@ class Round:
     drafted_at: float = 0.0
 
     def begin(self) -> None:
-        """Begin the round: read the text's proposal, and decide whether to draft.
+        """Begin the round. This reads the text's proposal, and decides whether to draft.
 
         Raises:
             EESDError: The sequence is finished or closed.
@@ -275,9 +277,9 @@ class Round:
             self.wants_more = self.length != 0
 
     def next_draft(self) -> Call:
-        """The draft call after the last level. It requests several levels if the draft is a chain
-        of the engine's most likely tokens: all levels if the controller fixed their number, or else
-        the controller's ``steps_at_once``."""
+        """Return the draft call after the last level. If the draft is a chain of the engine's most
+        likely tokens, the call requests several levels. These are all levels if the controller
+        fixed their number, and the controller's ``steps_at_once`` if not."""
         sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
@@ -300,7 +302,7 @@ class Round:
         return call
 
     def drafted(self, outputs: StepOutputs, seconds: float) -> None:
-        """Add the levels that a draft call returned. The controller sees each level; its answer to
+        """Add the levels that a draft call returned. The controller sees each level. Its answer to
         the last level decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
@@ -318,9 +320,9 @@ class Round:
         """End the draft, choose the nodes to verify, and return the verify call.
 
         Args:
-            share: The row's share of a batch's pass; None for a sequence that runs alone. Drafting
-                that is ``fixed`` ignores it: with rejection sampling, the choice of nodes to leave
-                out must not depend on the drafted tokens.
+            share: The row's share of a batch's pass, or None for a sequence that runs alone.
+                Drafting that is ``fixed`` ignores the share, because with rejection sampling the
+                choice of nodes to leave out must not depend on the drafted tokens.
         """
         sequence = self.sequence
         tree = self.tree
@@ -338,7 +340,7 @@ class Round:
         return call
 
     def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
-        """Accept the drafted tokens that equal the verifier's, and commit them.
+        """Accept the drafted tokens that equal the verifier's tokens, and commit them.
 
         Args:
             outputs: The verifier's outputs for the call of :meth:`complete`.
@@ -358,14 +360,15 @@ class Round:
         outcome = self._outcome(path, chosen, seconds)
         result = self._result(outcome, path, chosen)
         committed_at = time.perf_counter()
-        # The commit: one statement after everything that may raise. No signal is handled within it.
+        # The commit is one statement after everything that may raise an exception. No signal is
+        # handled within this statement.
         vars(sequence).update(
             tokens=[*tokens, *result.tokens],
             stats=sequence.stats.with_round(result),
             finish_reason=result.finish_reason,
         )
 
-        for rule in self.drafting.observers:  # even those that could not draft in this round
+        for rule in self.drafting.observers:  # even rules that could not draft in this round
             rule.observe(outcome)
         if self.drafting.guard is not None:
             sequence.stats.guard_pauses += self.drafting.guard.observe(outcome)
@@ -378,7 +381,7 @@ class Round:
         return result
 
     def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
-        """The outcome for the observers.
+        """Return the outcome for the observers.
 
         Args:
             path: The accepted nodes.
@@ -439,8 +442,8 @@ class Round:
             tree.follow(more.tokens[:count], TEXT)
 
     def _proposal(self) -> TextProposal:
-        """The tokens that must follow the root; if there are none, the text's proposal. They are
-        judged in every round, even if they are not verified."""
+        """Return the tokens that must follow the root or, if there are no such tokens, the text's
+        proposal. They are judged in every round, even if they are not verified."""
         sequence = self.sequence
         text = self.drafting.text
         most = self.most_depth
@@ -454,7 +457,7 @@ class Round:
         return sequence.index.propose(sequence.tokens, most, text)
 
     def _copied(self) -> int:
-        """Number of proposed tokens that this round verifies without drafting."""
+        """Return the number of proposed tokens that this round verifies without drafting."""
         proposal = self.proposal
         text = self.drafting.text
         if not proposal.steps:
@@ -467,13 +470,13 @@ class Round:
         return count
 
     def _allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether the guard lets a drafter draft now; see :meth:`Guard.allows`."""
+        """Return whether the guard lets a drafter draft now; see :meth:`Guard.allows`."""
         guard = self.drafting.guard
         return guard is None or guard.allows(drafter, sure)
 
     def _grow(self, outputs: StepOutputs, row: int) -> DraftStep | None:
-        """Add a level to the tree. The outputs for the frontier begin in ``row``. If outputs are
-        NaN, nothing is proposed, which ends the draft."""
+        """Add a level to the tree. The outputs for the frontier begin in row ``row``. If outputs
+        are NaN, nothing is proposed, and the draft ends."""
         tree = self.tree
         first = tree.frontier[0].index - row
         values = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
@@ -488,8 +491,8 @@ class Round:
     def _result(
         self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]
     ) -> RoundResult:
-        """The result of the round: its tokens up to EOS or a stop string, and the reason if the
-        sequence ends."""
+        """Return the result of the round. It has the tokens up to EOS or a stop string, and the
+        finish reason if the sequence ends."""
         reason = None
         if len(tokens) >= self.sequence.left:
             reason = "length"
@@ -518,7 +521,7 @@ class Round:
 
 @dataclass(eq=False)
 class PromptPiece:
-    """A piece of a sequence's prompt, for the verify call of a round.
+    """A piece of a sequence's prompt that runs in the verify call of a round.
 
     Attributes:
         sequence: The sequence of the prompt.
@@ -536,17 +539,17 @@ class Policy:
     if it had the engines to itself."""
 
     def begin(self, sequences: Sequence[TokenSequence]) -> Sequence[Drafting]:
-        """The drafters of each sequence in this round."""
+        """Return the drafters of each sequence in this round."""
         return [sequence.drafting for sequence in sequences]
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
-        """The rounds that draft another level, after ``depth`` levels. An empty list ends all
+        """Return the rounds that draft another level after ``depth`` levels. An empty list ends all
         drafts."""
         return [current for current in rounds if current.wants_more]
 
     def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
-        """Each draft's share of the verify pass; None for a draft that is chosen as if the sequence
-        were alone."""
+        """Return each draft's share of the verify pass. The share is None if the nodes are chosen
+        as if the sequence ran alone."""
         return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
@@ -578,10 +581,10 @@ def run_round(
     policy: Policy = EACH_ALONE,
     pieces: Sequence[PromptPiece] = (),
 ) -> list[Round]:
-    """Run one round: a draft call for each level, and one verify call, which also takes prompt
-    pieces.
+    """Run one round. It has a draft call for each level, and one verify call, which also computes
+    prompt pieces.
 
-    A round is a transaction for each sequence: an error of one sequence is stored as its round's
+    A round is a transaction for each sequence. The error of a sequence is stored as its round's
     ``error``, and the other sequences go on. If an engine fails, nothing is committed, and the
     error is raised.
 
@@ -657,7 +660,7 @@ def _isolated(
 
 
 def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning."""
+    """Return the number of equal tokens at the beginning."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next(
         (at for at, (token, other) in pairs if token != other), min(len(tokens), len(others))
@@ -666,8 +669,8 @@ def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
     """Cut a path before the first node whose slot is not the slot that it would have in a chain.
-    The token of that node becomes the bonus token: all nodes before it are in the slots of a chain,
-    so they chose it correctly."""
+    The token of that node becomes the bonus token. All nodes before it are in the slots of a chain,
+    so the verifier chose this token correctly."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
     if displaced is None:
         return AcceptResult(path, bonus)

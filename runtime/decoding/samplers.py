@@ -4,22 +4,22 @@ A sampler serves one request. It proposes children of a draft node from the draf
 the verify pass it walks down the tree, and returns the accepted path and the token after it, the
 bonus token. All three samplers are lossless:
 
-* ``Greedy``: the verifier's token is its argmax, whatever was drafted.
-* ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): the verifier's token at position t is
-  argmax(log p_t + g_t), with noise g_t that depends only on seed and position. The draft proposes
+* ``Greedy``: The verifier's token is the argmax of its logits, whatever was drafted.
+* ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): The verifier's token at position t is
+  argmax(log p_t + g_t). The noise g_t depends only on the seed and the position. The draft proposes
   the tokens with the largest log q_t + g_t.
-* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): in a chain, x ~ q is sampled, and
-  accepted with probability min(1, p/q); if it is rejected, the next token is drawn from the
+* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): In a chain, x ~ q is sampled, and
+  accepted with probability min(1, p/q). If x is rejected, the next token is drawn from the
   normalised positive part of p - q. In a tree, the most likely tokens of q are proposed, and child
-  x is accepted with probability p(x); if it is rejected, x is removed from p, p is renormalised,
+  x is accepted with probability p(x). If x is rejected, it is removed from p, p is renormalised,
   and the next sibling is tried.
 
 If logits are on a device, ``Greedy`` and ``Coupled`` choose the same tokens there
 (:mod:`~eesd.runtime.decoding.device_sampler`). For constraints, a logit bias, penalties that count
 tokens, and rejection sampling, the logits are fetched to the host.
 
-With a draft vocabulary, q has columns for only some of the tokens, and is zero for the rest.
-Proposals are chosen among the columns, with the noise and the penalty of their tokens.
+With a draft vocabulary, q has columns for only some of the tokens, and is zero for all other
+tokens. Proposals are chosen among the columns, with the noise and the penalty of their tokens.
 """
 
 from collections import Counter
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 
 class AcceptResult(NamedTuple):
-    """The accepted nodes, the root's child first, and the verifier's token after them."""
+    """The accepted nodes (the root's child is first), and the verifier's token after them."""
 
     path: list[Node]
     bonus_token: int
 
 
 Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
-"""Mask [V] of the tokens that may follow the committed tokens and a path of drafted tokens; None if
-all tokens may follow."""
+"""A function that returns a mask [V] of the tokens that may follow the committed tokens and a path
+of drafted tokens. It returns None if all tokens may follow."""
 
 
 def make_sampler(
@@ -73,8 +73,8 @@ def make_sampler(
         sampling: Its options.
         vocab_size: V.
         columns: The token of each column of the draft's logits.
-        allowed: Returns the tokens that may be chosen, at least one; None if all tokens may be
-            chosen.
+        allowed: A function that returns the tokens that may be chosen, at least one. It is None if
+            all tokens may always be chosen.
     """
     if sampling.greedy:
         return Greedy(sampling, columns, allowed)
@@ -84,8 +84,8 @@ def make_sampler(
 
 
 def _best(scores: Vector | Logits, count: int) -> list[int]:
-    """Indices of the ``count`` largest scores, largest first. Among equal scores, the lower index
-    is first."""
+    """Return the indices of the ``count`` largest scores, the largest score first. Among equal
+    scores, the lower index is first."""
     if count == 1:
         return [int(scores.argmax())]
     cut = np.partition(scores, -count)[-count]
@@ -94,8 +94,8 @@ def _best(scores: Vector | Logits, count: int) -> list[int]:
 
 
 def _margins(scores: Vector, indices: list[int]) -> list[float]:
-    """The score at each of ``indices``, minus the best other score. ``scores`` is unchanged on
-    return."""
+    """Return the score at each of ``indices`` minus the best other score. ``scores`` is changed
+    during the call, but unchanged on return."""
     margins = []
     for index in indices:
         own = scores[index]
@@ -131,14 +131,14 @@ class SpecSampler:
         self._counted = len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        """A function that chooses on a device, after each of these nodes, ``count`` proposals or,
-        if ``count`` is 0, the verifier's token. None if this sampler chooses from logits on the
-        host, or from the engine's other outputs."""
+        """Return a function that chooses tokens on a device. After each of these nodes it chooses
+        ``count`` proposals or, if ``count`` is 0, the verifier's token. Return None if this sampler
+        chooses from logits on the host, or from the engine's other outputs."""
         return None
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        """The ``count`` best children for ``node``, best first; the draft's outputs for the node
-        are in ``row``."""
+        """Return the ``count`` best children for ``node``, the best child first. The draft's
+        outputs for the node are in row ``row``."""
         raise NotImplementedError
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
@@ -147,8 +147,9 @@ class SpecSampler:
         raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node`` with bias, with penalties for the committed tokens and the tokens
-        on its path, and with -inf for tokens that are not allowed."""
+        """Return the adjusted logits after ``node``. They include the bias, and the penalties for
+        the committed tokens and the tokens on the node's path. They are -inf for tokens that are
+        not allowed."""
         logits = add_to(logits, self._bias, columns)
         if self._sampling.repetition_penalty != 1:
             logits = penalize(
@@ -166,8 +167,8 @@ class SpecSampler:
         return np.where(mask[columns.tokens(np.arange(len(logits)))], logits, np.float32(-np.inf))
 
     def _drafted(self, logits: Logits, node: Node) -> Vector | None:
-        """The draft's log-probabilities after ``node``, a column for each token that it can
-        predict. None if it can predict no allowed token."""
+        """Return the draft's log-probabilities after ``node``, with a column for each token that
+        the draft can predict. Return None if it cannot predict any allowed token."""
         adjusted = self._adjusted(logits, node, self._columns)
         if self._allowed is not None and adjusted.max() == -np.inf:
             return None
@@ -185,8 +186,8 @@ class SpecSampler:
     def _ranked(
         self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector
     ) -> list[Proposal]:
-        """Proposals that a device chose. A margin is a value of ``noisy`` minus the best other
-        value."""
+        """Return the proposals that a device chose. A margin is a value of ``noisy`` minus the best
+        other value."""
         others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
         tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
         rows = zip(
@@ -195,14 +196,14 @@ class SpecSampler:
         return [Proposal(*row) for row in rows]
 
     def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
-        """The most likely tokens; their scores are their log-probabilities."""
+        """Propose the most likely tokens. Their scores are their log-probabilities."""
         columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
         return self._proposals(
             columns, logprobs, logprobs[columns].tolist(), _margins(logprobs, columns)
         )
 
     def _position(self, node: Node) -> int:
-        """Position in the sequence of the token that follows ``node``."""
+        """Return the position in the sequence of the token that follows ``node``."""
         return len(self._tokens) + node.depth
 
 
@@ -221,8 +222,8 @@ class _Deterministic(SpecSampler):
         return self._device.chooser(self._tokens, [node.path() for node in nodes], count)
 
     def _chosen(self, found: Vector, count: int) -> list[Proposal]:
-        """The proposals that a device chose: its columns, log-probabilities and noisy scores,
-        [3, at most count + 1]."""
+        """Return the proposals that a device chose. ``found`` has their columns, log-probabilities
+        and noisy scores, [3, at most count + 1]."""
         columns, logprobs, noisy = found[:, found[2] > -np.inf]
         return self._ranked(
             columns, logprobs, noisy if self._sampling.greedy else noisy - noisy[0], noisy
@@ -243,7 +244,7 @@ class _Deterministic(SpecSampler):
             path.append(node)
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
-        """The verifier's token after ``node``."""
+        """Return the verifier's token after ``node``."""
         raise NotImplementedError
 
 
@@ -299,7 +300,7 @@ class Coupled(_Deterministic):
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []
-        # One more candidate, which the last margin needs.
+        # This finds one more candidate, which the last margin needs.
         columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
@@ -321,8 +322,8 @@ class Rejection(SpecSampler):
         super().begin_round(tokens)
         self._random = philox(self._sampling.seed or 0, 1, len(tokens))
         self._sampled: dict[Node, Vector] = {}
-        """For each node whose only child was sampled: the distribution q that it was sampled from,
-        by column."""
+        """The distribution q (by column) from which a node's only child was sampled, for each such
+        node."""
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         logprobs = self._drafted(outputs.logits[row], node)
@@ -347,8 +348,8 @@ class Rejection(SpecSampler):
             path.append(node)
 
     def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
-        """Index and token of the accepted child; -1 and the next token if all children are
-        rejected."""
+        """Return the index and the token of the accepted child. If all children are rejected,
+        return -1 and the next token."""
         p = np.exp(warp(self._adjusted(logits, node), self._sampling))
         drafted = self._sampled.get(node)
         q = None if drafted is None else self._columns.spread(drafted, len(p))
@@ -365,7 +366,7 @@ class Rejection(SpecSampler):
         return -1, self._draw(p)
 
     def _draw(self, probabilities: Vector) -> int:
-        """An index with the given probabilities, by inversion."""
+        """Draw an index with the given probabilities, by inversion."""
         cumulative = np.cumsum(probabilities)
         index = int(
             np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")

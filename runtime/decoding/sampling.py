@@ -1,5 +1,5 @@
-"""From logits to a distribution: a request's sampling options, their effect on logits, and
-reproducible noise."""
+"""Turn logits into a distribution. This module has a request's sampling options, their effect on
+logits, and reproducible noise."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,8 @@ from eesd.runtime.engines.base import Logits, check_largest
 Vector = NDArray[np.float64]
 
 LIKELY = 9.0
-"""Tokens within this many nats of the most likely one are tried first."""
+"""Tokens whose log-probability is at most this many nats below that of the most likely token are
+tried first."""
 BLOCK = 32
 """Number of scores per block in the search for the k-th largest score."""
 METHODS = ("coupled", "rejection")
@@ -27,19 +28,24 @@ class Sampling:
     """How a request chooses its tokens.
 
     Attributes:
-        temperature: Divisor of the logits; 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 is off.
-        top_p: Keep the smallest set of tokens with at least this probability; 1 is off.
-        min_p: Keep tokens at least this probable, relative to the most likely one; 0 is off.
-        repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
-        presence_penalty: Subtracted from the logits of tokens that were generated; 0 is off. Tokens
-            of the prompt do not count.
-        frequency_penalty: Subtracted from the logit of a token once for each time that it was
-            generated; 0 is off.
-        logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
-        seed: Seed of the request's random numbers; None: each request draws a seed.
-        method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the
-            same text with and without drafting) or ``rejection`` (the same distribution).
+        temperature: Divisor of the logits. 0 means greedy decoding.
+        top_k: Keep the k most likely tokens. 0 turns this filter off.
+        top_p: Keep the smallest set of tokens with at least this probability. 1 turns this filter
+            off.
+        min_p: Keep tokens whose probability is at least this share of the most likely token's
+            probability. 0 turns this filter off.
+        repetition_penalty: Number by which the logits of seen tokens are divided or multiplied. 1
+            has no effect.
+        presence_penalty: Number that is subtracted from the logit of each token that was generated.
+            0 has no effect. Tokens of the prompt do not count.
+        frequency_penalty: Number that is subtracted from the logit of a token once for each time
+            that the token was generated. 0 has no effect.
+        logit_bias: Numbers that are added to the logits of tokens. It is a mapping from token ids,
+            or a sequence of pairs.
+        seed: Seed of the request's random numbers. If it is None, each request draws a seed.
+        method: How drafts are verified at temperature > 0. With ``coupled``, the same seed gives
+            the same text with and without drafting. With ``rejection``, only the distribution is
+            the same.
 
     Raises:
         EESDError: A value is out of range.
@@ -80,8 +86,8 @@ class Sampling:
         check_choice("The sampling method", self.method, METHODS)
 
     def of_text(self, prompt: int = 0, choice: int = 0) -> "Sampling":
-        """These options with the seed of one text, if there are several prompts and several choices
-        for each prompt. If there is no seed, one is drawn.
+        """Return these options with the seed of one text. This is needed if there are several
+        prompts and several choices for each prompt. If the options have no seed, a seed is drawn.
 
         The first text uses the seed itself. The seed of every other text is a random number from
         Philox, so no two texts share any noise.
@@ -104,13 +110,13 @@ class Sampling:
 
     @property
     def reweighs(self) -> bool:
-        """Whether the options add anything to logits. If so, the host chooses, even if the logits
-        are on a device."""
+        """Whether the options add anything to logits. If they do, the host chooses tokens, even if
+        the logits are on a device."""
         return self.counts or bool(self.logit_bias)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
-    """A logit bias as a tuple of pairs, which can be hashed."""
+    """Return a logit bias as a tuple of pairs, which can be hashed."""
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
     if not isinstance(pairs, tuple) or not all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
@@ -125,7 +131,8 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 
 def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns = WHOLE) -> Logits:
-    """Logits with ``changes`` added for some tokens. Tokens without a column are left out."""
+    """Return logits with ``changes`` added for some tokens. Tokens without a column are left
+    out."""
     if not changes:
         return logits
     tokens = np.fromiter(changes, np.int64)
@@ -137,8 +144,8 @@ def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns =
 
 
 def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, float]:
-    """Presence and frequency penalties of tokens, by the number of times that each was
-    generated."""
+    """Return the presence and frequency penalties of tokens. They depend on the number of times
+    that each token was generated."""
     return {
         token: -sampling.presence_penalty - sampling.frequency_penalty * count
         for token, count in counts.items()
@@ -146,8 +153,8 @@ def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, 
 
 
 def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
-    """Logits [V], of which the seen tokens' logits are divided (if positive) or multiplied (if
-    negative) by the penalty (Keskar 2019)."""
+    """Return logits [V] with the repetition penalty (Keskar 2019). The logits of seen tokens are
+    divided by the penalty if they are positive, and multiplied by it if they are negative."""
     if penalty == 1:
         return logits
     tokens = np.fromiter(set(seen), dtype=np.int64)
@@ -158,11 +165,11 @@ def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
 
 
 def warp(logits: Logits, sampling: Sampling) -> Vector:
-    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for tokens that a
-    filter removed.
+    """Return the log-probabilities [V] after the temperature, and then the filters top-k, top-p and
+    min-p. They are -inf for tokens that a filter removed.
 
-    The order is that of ``transformers``: each filter works on the tokens that are left,
-    renormalised.
+    The filters have the same order as in ``transformers``. Each filter works on the tokens that the
+    previous filter kept, after their probabilities are renormalised.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -171,7 +178,7 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     largest = scores.max()
     check_largest(largest)
     scores -= largest
-    # With a tiny temperature, all but the best become -inf, which is the correct limit.
+    # With a tiny temperature, all scores except the best become -inf, which is the correct limit.
     with np.errstate(over="ignore"):
         scores /= sampling.temperature
     size = len(scores)
@@ -196,15 +203,15 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
 
 
 def normalize(scores: Vector) -> Vector:
-    """Scores [n] as log-probabilities."""
+    """Turn scores [n] into log-probabilities."""
     shifted: Vector = scores - scores.max()
     shifted -= np.log(np.exp(shifted).sum())
     return shifted
 
 
 def _kth_largest(scores: Vector, k: int) -> np.float64:
-    """The k-th largest score. The k-th largest of the blocks' maximums is a lower bound, so only
-    the few scores that reach it are sorted."""
+    """Return the k-th largest score. The k-th largest of the maximums of all blocks is a lower
+    bound, so only the few scores that reach this bound are sorted."""
     if len(scores) >= 4 * k * BLOCK:
         maxima = scores[: len(scores) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
         scores = scores[scores >= np.partition(maxima, -k)[-k]]
@@ -213,8 +220,8 @@ def _kth_largest(scores: Vector, k: int) -> np.float64:
 
 
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
-    """The smallest set of most likely tokens with a total probability of at least ``top_p``: their
-    indices, ascending."""
+    """Return the indices, in ascending order, of the smallest set of most likely tokens whose total
+    probability is at least ``top_p``."""
     # A set of the most likely tokens with enough probability contains the nucleus, so the other
     # tokens need not be sorted.
     for reach in (LIKELY, 2 * LIKELY, np.inf):
@@ -228,13 +235,14 @@ def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
 
 
 def philox(seed: int, stream: int, index: int) -> np.random.Generator:
-    """A generator that depends only on these three numbers. It is counter-based, so there is no
-    state to keep or roll back."""
+    """Return a random generator that depends only on these three numbers. It is counter-based, so
+    there is no state to keep or roll back."""
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, 0]))
 
 
 class GumbelNoise:
-    """The Gumbel noise of each position of one request, the same for the draft and the verifier.
+    """The Gumbel noise of each position of one request. The draft and the verifier use the same
+    noise.
 
     It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et
     al. 2011), not by a numpy version. The two logarithms are computed only for tokens that could be
@@ -245,17 +253,18 @@ class GumbelNoise:
         self._seed = seed
         self._size = size
         self._kept: dict[int, tuple[NDArray[np.uint64], float]] = {}
-        """By position: 52 random bits for each token [V], and the largest noise of any token."""
+        """52 random bits for each token [V], and the largest noise of any token, for each
+        position."""
 
     def at(self, position: int) -> Vector:
-        """The noise g [V] for the token at ``position`` of the sequence."""
+        """Return the noise g [V] for the token at ``position`` of the sequence."""
         return _gumbel(self._bits(position)[0])
 
     def best(
         self, scores: Vector, position: int, count: int, columns: DraftColumns = WHOLE
     ) -> tuple[NDArray[np.int64], Vector]:
-        """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and
-        their noisy scores.
+        """Return all columns, in ascending order, that may be among the ``count`` best of
+        ``scores`` plus noise. Also return their noisy scores.
 
         The other columns are left out because even the largest noise would not lift them into the
         ``count`` best. Columns that a filter removed may be left out, too. A column has the noise
@@ -292,6 +301,6 @@ class GumbelNoise:
 
 
 def _gumbel(bits: NDArray[np.uint64]) -> Vector:
-    """Gumbel noise from 52 random bits."""
+    """Return the Gumbel noise that 52 random bits give."""
     noise: Vector = -np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-52))
     return noise

@@ -9,21 +9,22 @@ from eesd.controllers.base import TEXT, RoundOutcome
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """One round's committed tokens, and its costs for statistics, which comparisons ignore.
+    """The committed tokens of one round, and its costs for statistics. Comparisons of results
+    ignore the costs.
 
     Attributes:
-        tokens: At least one token. The first ``num_accepted`` were drafted; the bonus token follows
-            them, unless the text ends before it.
+        tokens: The committed tokens, at least one. The first ``num_accepted`` tokens were drafted.
+            The bonus token follows them, unless the text ends before it.
         num_accepted: Number of committed draft tokens. Tokens that the verifier accepts after the
             end of the text are not committed.
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
             call ``step`` again.
         sources: Name of the drafter of each accepted token.
-        rejected: Tokens of the best verified path after the accepted tokens.
+        rejected: The tokens of the best verified path that follow the accepted tokens.
         outcome: The outcome for the round's observers. It also counts tokens after the end of the
             text.
-        judged: Name of the drafter of each judged token: the accepted tokens, and the first
-            rejected token.
+        judged: Name of the drafter of each judged token. The judged tokens are the accepted tokens
+            and the first rejected token.
         levels: Depth of the deepest verified node.
         drafting: Whether the round was allowed to draft.
         draft_seconds: Time in the draft engine.
@@ -47,24 +48,25 @@ class Stats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        new_tokens: Generated tokens, up to the end of the text.
+        new_tokens: Number of generated tokens, up to the end of the text.
         rounds: Number of verify passes.
-        drafting_rounds: Rounds in which a drafter was allowed to draft.
-        text_rounds: Rounds that verified only tokens that the text proposed, without a draft step.
+        drafting_rounds: Number of rounds in which a drafter was allowed to draft.
+        text_rounds: Number of rounds without a draft step, which verified only tokens that the text
+            proposed.
         draft_steps: Number of calls of the draft engine.
         draft_tokens: Number of verified draft tokens, including tokens after the end of the text.
-        accepted_tokens: Draft tokens among the new tokens.
-        accepted_text_tokens: Accepted tokens that the text proposed.
-        verified_at_depth: Rounds whose draft was judged at depth 1, 2, ...: it reached that depth,
-            and all tokens before it were accepted.
-        accepted_at_depth: Rounds among these whose token at that depth was accepted.
-        text_verified_at_depth, text_accepted_at_depth: The same numbers for tokens that the text
-            proposed.
+        accepted_tokens: Number of draft tokens among the new tokens.
+        accepted_text_tokens: Number of accepted tokens that the text proposed.
+        verified_at_depth: Number of rounds whose draft was judged at depth 1, 2, ... A draft is
+            judged at a depth if it reached that depth and all tokens before were accepted.
+        accepted_at_depth: Number of these rounds in which the token at that depth was accepted.
+        text_verified_at_depth, text_accepted_at_depth: The same two numbers for tokens that the
+        text proposed.
         guard_pauses: Number of times that the guard paused a drafter.
         exact: Whether a check at load time found that logits do not depend on a call's number of
-            rows; None if there was no check.
-        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
-        host_seconds: The rest of the decode time: sampling, the tree, the controller.
+        rows. It is None if there was no check. prefill_seconds, draft_seconds, verify_seconds: Time
+        in the engines.
+        host_seconds: The rest of the decode time, which sampling, the tree and the controller take.
     """
 
     prompt_tokens: int = 0
@@ -110,7 +112,7 @@ class Stats:
         return _ratio(self.host_seconds, self.decode_seconds)
 
     def with_round(self, result: RoundResult) -> "Stats":
-        """A copy with one more round."""
+        """Return a copy with one more round."""
         stats = Stats(**vars(self))
         outcome = result.outcome
         stats.new_tokens += len(result.tokens)
@@ -129,7 +131,7 @@ class Stats:
         stats.accepted_at_depth = [*self.accepted_at_depth, *more]
         stats.text_verified_at_depth = [*self.text_verified_at_depth, *more]
         stats.text_accepted_at_depth = [*self.text_accepted_at_depth, *more]
-        # The draft token at the bonus token's depth was judged, too: it is wrong.
+        # The draft token at the depth of the bonus token was judged, too, and it is wrong.
         for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1
             stats.accepted_at_depth[level] += level < result.num_accepted
@@ -140,7 +142,7 @@ class Stats:
         return stats
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and the derived figures, as JSON values."""
+        """Return all fields and the derived figures as JSON values."""
         derived = (
             "decode_seconds",
             "tokens_per_second",
@@ -152,5 +154,5 @@ class Stats:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """``part / whole``; 0 if ``whole`` is 0."""
+    """Return ``part / whole``, or 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0

@@ -1,4 +1,5 @@
-"""Drafts from the text itself: tokens that followed earlier occurrences of the text's end.
+"""Draft from the text itself. The proposed tokens are those that followed earlier occurrences of
+the end of the text.
 
 An online suffix automaton (Blumer et al. 1985) finds these occurrences, and counts them. A state
 represents all substrings that end at the same places. Its suffix link leads to the longest suffix
@@ -13,11 +14,11 @@ from eesd.controllers import TextStep
 from eesd.controllers.text_rule import TextRule
 
 LEAST_VALUE = 0.05
-"""A token whose path has a lower chance is not proposed."""
+"""A token is not proposed if the chance of its path is lower than this."""
 COUNTED_LINKS = 32
 """Maximum number of states in which a new token updates the count of occurrences. Only very
-repetitive texts have longer chains of suffix links; for them, the counts of short matches are too
-low."""
+repetitive texts have longer chains of suffix links. In these texts, the counts of short matches are
+too low."""
 
 
 class Match(NamedTuple):
@@ -45,10 +46,10 @@ class Continuation(NamedTuple):
 
 
 class SuffixAutomaton:
-    """All substrings of a text that grows at its end, in about three words of memory and amortised
-    O(1) steps a token.
+    """All substrings of a text that grows at its end. The automaton takes about three words of
+    memory and amortised O(1) steps per token.
 
-    An interrupted ``extend`` leaves the automaton damaged; make a new automaton then.
+    If ``extend`` is interrupted, the automaton is damaged, and a new automaton must be made.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ class SuffixAutomaton:
         self._count_occurrence(current)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of ``state`` followed by ``token``. If that state also
-        has longer strings, it is split."""
+        """Return the state of a string: the longest string of ``state``, followed by ``token``. If
+        that state also has longer strings, it is split."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -103,8 +104,8 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _count_occurrence(self, state: int) -> None:
-        """Count an occurrence, at the text's end, of a state's strings and of all their
-        suffixes."""
+        """Count an occurrence of a state's strings, and of all their suffixes, at the end of the
+        text."""
         for _ in range(COUNTED_LINKS):
             if state <= 0:
                 return
@@ -113,12 +114,14 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def repeated(self) -> Match:
-        """The longest suffix of the text that occurred before; of length 0 if there is none."""
+        """Return the longest suffix of the text that occurred before. It has length 0 if no suffix
+        occurred before."""
         state = max(self._link[self._last], 0)
         return Match(state, self._length[state])
 
     def follow(self, match: Match, tokens: Sequence[int]) -> Match:
-        """The longest suffix of a match followed by ``tokens`` that occurs in this text."""
+        """Append ``tokens`` to a match, and return the longest suffix of the result that occurs in
+        this text."""
         state, length = match
         for token in tokens:
             while state and token not in self._next[state]:
@@ -130,8 +133,8 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def continuations(self, match: Match) -> Iterator[Continuation]:
-        """The path after a match: the token that followed the match most often, then the token that
-        followed these two most often, and so on.
+        """Return the path after a match. It begins with the token that followed the match most
+        often. Then comes the token that followed the match and this token most often, and so on.
 
         Among equally frequent tokens, the latest is chosen. If the match reaches the end of the
         text, its longest suffix that was continued elsewhere takes its place, so a repetition goes
@@ -165,10 +168,11 @@ class TextProposal(NamedTuple):
 
     Attributes:
         tokens: The proposed path.
-        steps: For each token, length and counts of the match before it, for the rule. Empty for
-            tokens that a constraint forces.
-        chances: Chance of each token, given that all tokens before it are right.
-        path_chances: For each token, the chance that it and all tokens before it are right.
+        steps: The length and the counts of the match before each token, which the rule uses. It is
+            empty for tokens that a constraint forces.
+        chances: The chance of each token, given that all tokens before it are right.
+        path_chances: The chance, for each token, that this token and all tokens before it are
+            right.
     """
 
     tokens: list[int]
@@ -195,7 +199,7 @@ class TextIndex:
             tokens: The text. It must begin with the tokens of the last call.
             most: Maximum number of tokens.
             rule: Estimates their chances.
-            drafted: Tokens drafted after the text; the proposal follows them.
+            drafted: Tokens that were drafted after the text. The proposal follows these tokens.
         """
         automaton = self._extended(tokens)
         continuations = automaton.continuations(automaton.follow(automaton.repeated(), drafted))
@@ -213,7 +217,7 @@ class TextIndex:
         return found
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
-        """The automaton over all tokens. It is stored only when it is complete, because an
+        """Return the automaton over all tokens. It is stored only when it is complete, because an
         interrupt may leave a damaged automaton."""
         automaton = self._automaton or SuffixAutomaton()
         self._automaton = None
