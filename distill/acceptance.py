@@ -196,7 +196,7 @@ class ValidationSet:
         starts: Index of the first token of each continuation [P].
         ends: Index after the last token of each continuation [P].
         hidden: The hidden states after each exit layer [P, T, hidden], by layer.
-        kinds: Kind of each prompt [P]. Empty if all prompts are of one kind.
+        kinds: Kind of each prompt [P]. It is empty if all prompts have the same kind.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""``eesd-distill``: train an exit head on text that the model generates."""
+"""The command ``eesd-distill`` trains an exit head on text that the model generates."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
-    """Print one line: training metrics or a validation."""
+    """Print one line with training metrics or a validation."""
     if "acceptance" in metrics:
         depths = " ".join(f"{value:.3f}" for value in metrics["acceptance"])
         values = f"acceptance by depth {depths}  tokens per round {metrics['tokens_per_round']:.3f}"

@@ -1,4 +1,4 @@
-"""The log of a run: ``metrics.jsonl``."""
+"""The log of a run is the file ``metrics.jsonl``."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ from eesd.distill.stored import damaged, saved_whole, saving
 
 
 class MetricsLog:
-    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation)."""
+    """Writes ``metrics.jsonl``. Each line is a JSON object with training metrics or a
+    validation."""
 
     def __init__(self, output: Path) -> None:
         self.path = output / "metrics.jsonl"
@@ -26,7 +27,8 @@ class MetricsLog:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All metrics so far. An incomplete last line, which a killed run may leave, is ignored."""
+        """Return all metrics so far. An incomplete last line, which a killed run may leave, is
+        ignored."""
         if not self.path.exists():
             return []
         remedy = "delete it, and the next run begins a new one"

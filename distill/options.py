@@ -1,5 +1,5 @@
-"""Options of a run. The command checks the range of each option; this module checks the rest. Needs
-no torch."""
+"""Options of a run. The command checks the range of each option, and this module checks the rest.
+It needs no torch."""
 
 import hashlib
 import json

@@ -154,7 +154,7 @@ class EngineTeacher:
 
         Args:
             checkpoint: The model.
-            directory: Directory of the engine; see :func:`own_engine`.
+            directory: Directory of the engine (see :func:`own_engine`).
             layers: Layers whose hidden states are returned, counted from 1.
             top_k: Number of most likely tokens to keep at each position (at most the whole
                 vocabulary).

@@ -31,7 +31,7 @@ NAMES = ("exit_layer", "blocks", "own_lm_head", "draft_vocab", "deep", "mlp")
 def structure(
     options: Mapping[str, Any], geometry: Geometry, given: ExitConfig | None
 ) -> dict[str, Any]:
-    """The values of ``NAMES``.
+    """Return the values of the options ``NAMES``.
 
     Args:
         options: The command's options. Options that were not given are None.

@@ -66,7 +66,8 @@ class Batch:
         hidden: Hidden states [B, T, hidden] after the exit layer, followed by those after each deep
             layer of the head.
         targets: The teacher's predictions.
-        mask: 1 for positions that have a next token, else 0 [B, T].
+        mask: A mask [B, T], which is 1 for positions that have a next token and 0 for the other
+            positions.
     """
 
     hidden: Sequence[Tensor]
@@ -95,7 +96,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """Number of rows of logits in memory at a time."""
+    """Return the number of rows of logits in memory at a time."""
     return max(1, LOGITS_PER_CHUNK * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
 
 
@@ -179,7 +180,7 @@ class Teacher(nn.Module):
     # backward pass.
     @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
-        """The hidden states [B, T, hidden] after each exit layer, and the targets."""
+        """Return the hidden states [B, T, hidden] after each exit layer and the targets."""
         geometry = self.decoder.geometry
         dtype = storage_dtype(self.precision)
         most = max(len(geometry.caches_of(layer)) for layer in range(geometry.num_layers))
@@ -462,7 +463,8 @@ def _stored_rows(path: Path) -> int:
 
 
 def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
-    """1 for positions of these rows that have a next token, else 0 [B, T]."""
+    """Return a mask [B, T], which is 1 for positions of these rows that have a next token and 0 for
+    the other positions."""
     length = rows.tokens.shape[1] - 1
     return (torch.arange(length) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]).float()
 

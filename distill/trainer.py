@@ -123,8 +123,8 @@ def make_optimizers(head: nn.Module, options: TrainingOptions) -> list[torch.opt
 
 
 class Trainer:
-    """Trains one head. Writes the head, ``metrics.jsonl`` and ``checkpoint-<step>/`` into the
-    output directory."""
+    """Trains one head. The trainer writes the head, ``metrics.jsonl`` and ``checkpoint-<step>/``
+    into the output directory."""
 
     def __init__(
         self,

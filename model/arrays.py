@@ -1,5 +1,5 @@
 """Arrays with the values of tensors. This module has the element types by name, and conversions
-that round like torch. Needs no torch."""
+that round like torch. The module needs no torch."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -175,7 +175,7 @@ class Checkpoint:
         }
 
     def first_layers(self, count: int) -> "Checkpoint":
-        """The same checkpoint reduced to its first ``count`` layers, for a trial export.
+        """Return the same checkpoint reduced to its first ``count`` layers, for a trial export.
 
         The fingerprint is still the whole model's, so exit heads that were trained for the model
         fit.

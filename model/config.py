@@ -99,7 +99,7 @@ class ModelConfig:
         family: Its family.
         geometry: Geometry of the decoder.
         max_positions: Number of positions that the model supports.
-        dtype: Element type of the checkpoint, such as ``bfloat16``. None if it is not in the
+        dtype: Element type of the checkpoint, such as ``bfloat16``. It is None if it is not in the
             config.
         bos_token_id: Token that begins a text, or None if the model has no such token.
         eos_token_ids: Tokens that end a text.

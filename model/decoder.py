@@ -1,7 +1,7 @@
 """The base model and its exit head as modules, which hold the parameters.
 
 Parameters have the names of Llama's in a Hugging Face checkpoint, as in the description of the
-model. Only layers compute anything; ``common/architecture.py`` describes the blocks.
+model. Only the layers compute anything. ``common/architecture.py`` describes the blocks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Read published EAGLE-3 heads: ``config.json`` and safetensors in the layouts of SafeAILab,
-SpecForge and Speculators.
+"""Read published EAGLE-3 heads. They consist of ``config.json`` and safetensors files in the
+layouts of SafeAILab, SpecForge and Speculators.
 
-The layouts differ in their names. SafeAILab and SpecForge call the block ``midlayer``; Speculators
+The layouts differ in their names. SafeAILab and SpecForge call the block ``midlayer``. Speculators
 calls it ``layers.0`` and has its sizes in ``transformer_layer_config``. SpecForge numbers the
 layers whose states are read from 0, and Speculators numbers them from 1. By default, the layers are
 2, L / 2 and L - 3 (numbered from 1). EAGLE-3.1 adds norms, which are called ``norm_before_fc`` or

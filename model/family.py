@@ -121,7 +121,7 @@ def _no_fields(_: Fields, __: Sizes) -> Own:
 
 
 def as_stored(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors, unchanged."""
+    """Return the tensors unchanged."""
     return tensors
 
 
@@ -238,7 +238,7 @@ def attention_biases(fields: Fields) -> dict[str, Any]:
 
 
 def rope_or(fields: Fields, default: Mapping[str, Any]) -> Fields:
-    """The rotary fields, with a default of ``rope_parameters``."""
+    """Return the rotary fields, with a default for ``rope_parameters``."""
     given = fields.take("rope_scaling", None) or fields.take("rope_parameters", None)
     return fields if given else Fields({**fields.raw, "rope_parameters": default})
 
@@ -276,7 +276,8 @@ def ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
 
 
 def full_rope(fields: Fields, theta: float) -> Fields:
-    """The rotary fields of layers with full attention. Old configs have them at the top level.
+    """Return the rotary fields of layers with full attention. Old configs have them at the top
+    level.
 
     ``theta`` is the default base.
     """
@@ -311,7 +312,7 @@ def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[
 
 
 def take_positive(fields: Fields, name: str, default: float | None) -> float:
-    """A number above 0 in a plausible range."""
+    """Return a number above 0 in a plausible range."""
     value = fields.number(name, default)
     if not 1e-6 <= value <= 1e6:
         raise ValueError(f"{name} is {value}, and must be from 1e-6 to 1e6")
@@ -381,7 +382,7 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
     """Split a module of the blocks into ``parts``, which give the number of rows of each new
-    module. A tensor of another size is not split; it is refused later."""
+    module. A tensor of another size is not split, but refused later."""
     found = {}
     for name, tensor in tensors.items():
         before, there, kind = name.partition(f".{module}.")

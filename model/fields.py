@@ -55,7 +55,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         value = self.take(name, default)
         if type(value) is not bool:
             raise ValueError(f"{name} is {shown(value)}, and must be true or false")

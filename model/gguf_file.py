@@ -71,7 +71,7 @@ _ALIGNMENT = 32
 
 
 def _library() -> Any:
-    """The ``gguf`` library, which only GGUF files need."""
+    """Import the ``gguf`` library, which only GGUF files need."""
     try:
         import gguf
     except ImportError:
@@ -87,7 +87,7 @@ class GgufFile:
 
     Attributes:
         path: The file, or the first of several.
-        metadata: Values by key: numbers, booleans, strings, and lists.
+        metadata: The values by key. A value is a number, a boolean, a string, or a list.
         tensors: Stored tensors by name.
     """
 
@@ -97,8 +97,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. For a model in several files, give the first file; the
-    headers of all files are read.
+    """Read the header of a GGUF file. For a model in several files, give the first file. The
+    headers of all files are then read.
 
     Raises:
         EESDError: The file has another format, byte order or version, or is truncated or damaged.
@@ -211,7 +211,8 @@ class _Header:
             return list(self._numbers(_SCALARS[kind], count))
         if kind != _STRING:
             raise self.damaged(f"its metadata have a list of type {kind}")
-        # The file's size limits the list: each string takes at least the bytes of its length field.
+        # The file's size limits the list, because each string takes at least the bytes of its
+        # length field.
         return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:

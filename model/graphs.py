@@ -3,8 +3,8 @@
 
 Both modules have the same inputs. Their caches are in the order of the caches' indices.
 
-The verify module computes logits only for the tokens that its caller selects: most prompt tokens
-need no logits, and the LM head is a large part of a small model.
+The verify module computes logits only for the tokens that its caller selects, because most prompt
+tokens need no logits, and the LM head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence

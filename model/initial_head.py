@@ -1,5 +1,5 @@
 """The initial parameters of an untrained exit head, which come from the base model, and the check
-whether a model can have a head. Needs no torch."""
+whether a model can have a head. This module needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -99,7 +99,7 @@ def save_exit_head(head: ExitHead, directory: Path, dtype: torch.dtype = torch.b
 
     Args:
         head: The exit head.
-        directory: Directory to write into; it is created if needed.
+        directory: Directory to write into. It is created if needed.
         dtype: Element type of the stored weights. The draft vocabulary is stored as int32.
     """
     directory.mkdir(parents=True, exist_ok=True)

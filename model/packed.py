@@ -66,7 +66,7 @@ _SMALL = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fn
 def packed_tensors(
     stored: Mapping[str, CheckpointTensor], packing: Packing
 ) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint, with one tensor for each quantized weight. Tensors for
+    """Return the tensors of a checkpoint, with one tensor for each quantized weight. Tensors for
     activations are left out.
 
     Raises:
@@ -106,7 +106,7 @@ def packed_tensors(
 def _packed_experts(
     stored: Mapping[str, CheckpointTensor], packing: Packing
 ) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint with MXFP4 weights. Each tensor of all experts is split:
+    """Return the tensors of a checkpoint with MXFP4 weights. Each tensor of all experts is split.
     ``mlp.experts.down_proj_blocks`` gives ``mlp.experts.0.down_proj.weight`` and so on."""
     found: dict[str, CheckpointTensor | PackedTensor] = {}
     for name, levels in stored.items():
@@ -196,7 +196,7 @@ class PackedTensor:
         )
 
     def _shape(self) -> tuple[int, int]:
-        """The shape of the weight. Raises EESDError if the tensors do not fit each other."""
+        """Return the shape of the weight. Raises EESDError if the tensors do not fit each other."""
         raise NotImplementedError
 
     @property
@@ -216,12 +216,12 @@ class PackedTensor:
         return found
 
     def read(self) -> NDArray[np.float32]:
-        """The dequantized weight [out, in] in float32."""
+        """Read the dequantized weight [out, in] in float32."""
         values = self._levels_part.checked(self._values())
         return values if self._order is None else values[self._order]
 
     def _values(self) -> NDArray[np.float32]:
-        """The whole dequantized weight [out, in], in float32."""
+        """Return the whole dequantized weight [out, in] in float32."""
         raise NotImplementedError
 
     def fits(self, quantization: Quantization) -> bool:
@@ -229,7 +229,7 @@ class PackedTensor:
         return False
 
     def levels(self, quantization: Quantization, dtype: str) -> Quantized | None:
-        """The stored levels, if they fit the quantization.
+        """Return the stored levels if they fit the quantization.
 
         Args:
             quantization: The wanted quantization.
@@ -299,8 +299,8 @@ class PackedIntegers(PackedTensor):
         return outputs, inputs
 
     def _stored_width(self, most: int) -> int:
-        """The number of inputs in ``weight_shape``: the last int32 of an output may hold fewer
-        levels."""
+        """Return the number of inputs in ``weight_shape``. It is needed because the last int32 of
+        an output may hold fewer levels."""
         part = self._parts["weight_shape"]
         kind = {"I64": np.int64, "I32": np.int32}.get(part.stored)
         given = [] if kind is None else part.read_bytes().view(kind).tolist()
@@ -465,7 +465,7 @@ class PackedFloats(PackedTensor):
         return quantization.weights == FP8 and gcd(self._columns, self.shape[1]) % block == 0
 
     def _scales(self, block: int) -> NDArray[np.float32]:
-        """The scales [out, in / block]."""
+        """Return the scales [out, in / block]."""
         outputs, inputs = self._levels_part.shape
         scales = _scale_values(self._scales_part).reshape(
             -(-outputs // self._rows), -(-inputs // self._columns)

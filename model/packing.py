@@ -1,7 +1,7 @@
 """Read the storage of a checkpoint's quantized weights from ``quantization_config``, in the formats
 of several publishers.
 
-Only weights are affected. Activations and KV caches keep the engine's element type, even if a
+This concerns only weights. Activations and KV caches keep the engine's element type, even if a
 config specifies their quantization.
 """
 
@@ -21,7 +21,7 @@ BYTES = "bytes"
 FLOATS = "fp8"
 NVFP4 = "nvfp4"
 OF_EXPERTS = "mxfp4"
-"""Layouts of a quantized weight; :mod:`eesd.model.packed` reads them."""
+"""Layouts of a quantized weight. :mod:`eesd.model.packed` reads them."""
 _NO_EFFECT = frozenset(
     (
         *(
@@ -293,7 +293,7 @@ def _compressed(fields: Fields) -> Packing:
 
 
 def _scheme(group: Fields, layout: str | None) -> Packing:
-    """The weights of a group of layers in compressed-tensors."""
+    """Return how compressed-tensors stores the weights of a group of layers."""
     raw = group.take("weights", None)
     layout = group.text("format") or layout
     if not isinstance(raw, Mapping):

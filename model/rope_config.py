@@ -93,7 +93,7 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
 
 
 def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
-    """Number of pairs of a head's values that are rotated; 0 for all."""
+    """Return the number of pairs of a head's values that are rotated, or 0 for all."""
     part = own.number(
         "partial_rotary_factor",
         fields.take("partial_rotary_factor", family.partial_rotary or 1.0),

@@ -1,13 +1,13 @@
 """Write the tokenizer of a model to files that can be read without transformers. The tokenizer is
 the one that transformers would load.
 
-transformers does not always use ``tokenizer.json`` unchanged: ``LlamaTokenizer`` and
-``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes add special tokens, and some
-files override other files. This module has the rules of version 5 for the classes of the supported
-families and for a ``tekken.json``. Their tokenizers therefore need only the tokenizers library.
-transformers itself loads all other directories, such as those with another class, an unknown field
-or no ``tokenizer.json``. All readers of the written files get the same token ids. The tokenizer of
-a GGUF file is made from its metadata.
+transformers does not always use ``tokenizer.json`` unchanged. ``LlamaTokenizer`` and
+``Qwen2Tokenizer`` rebuild the steps around the vocabulary, some classes add special tokens, and
+some files override other files. This module has the rules of version 5 for the classes of the
+supported families and for a ``tekken.json``. Their tokenizers therefore need only the tokenizers
+library. transformers itself loads all other directories, such as those with another class, an
+unknown field or no ``tokenizer.json``. All readers of the written files get the same token ids. The
+tokenizer of a GGUF file is made from its metadata.
 """
 
 import json
@@ -184,7 +184,7 @@ def _of_tekken(model: Path) -> _Loaded:
 
 
 def _templates_of_gguf(file: GgufFile) -> dict[str, str]:
-    """The default template, and the template for messages with tools."""
+    """Return the default template and the template for messages with tools."""
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     found = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
     other = next((keys[name] for name, text in found.items() if not isinstance(text, str)), None)
@@ -297,7 +297,7 @@ def _class(model: Path, config: dict[str, Any]) -> str:
     name = str(given or registered or _AS_IT_STANDS).removesuffix("Fast")
     if name == "PreTrainedTokenizer":
         return _AS_IT_STANDS
-    # Files with Llama 3's kind of vocabulary often name this class by mistake; transformers
+    # Files with Llama 3's kind of vocabulary often name this class by mistake, and transformers
     # corrects it.
     text = (model / "tokenizer.json").read_text("utf-8-sig") if name == "LlamaTokenizer" else ""
     if '"ByteLevel"' in text:

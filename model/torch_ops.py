@@ -159,8 +159,9 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots
     ``write_indices`` [B] on.
 
-    Without autograd the cache is written in place, as in engines: a copy would move all S slots for
-    n tokens. With autograd a copy is returned, because the backward pass may need the old content.
+    Without autograd the cache is written in place, as in engines, because a copy would move all S
+    slots for n tokens. With autograd a copy is returned, because the backward pass may need the old
+    content.
     """
     slots = write_indices[:, None] + numbers(new, 2)
     if torch.is_grad_enabled():
@@ -179,8 +180,8 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D].
-    Returns [B, H, n, size of values]. Only the first slots are read, one for each column of the
-    mask.
+    Returns [B, H, n, size of values]. If the mask has fewer columns than the caches have slots,
+    only the first slots are read.
 
     Heads are always folded, because torch's own grouped attention repeats the caches for every
     head. Torch adds in another order for a single query than for several, so its engine pads calls
@@ -203,8 +204,8 @@ def _attention(
     geometry: Geometry,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One attention operator. The number of heads in q is a multiple of that in the caches.
-    ``sinks`` [heads, n or 1, 1] are extra scores; their value vectors are 0."""
+    """One attention operator. The number of heads in q is a multiple of the number of heads in the
+    caches. ``sinks`` [heads, n or 1, 1] are extra scores whose value vectors are 0."""
     scale = geometry.score_scale
     cap = geometry.attention_cap
     slots = mask.shape[3]
@@ -248,7 +249,7 @@ class TorchOperations:
     Attributes:
         model: The model.
         module: Returns a module by its name in the description.
-        inputs: The inputs of the pass; None if no operation needs other tokens.
+        inputs: The inputs of the pass, or None if no operation needs other tokens.
         caches: The caches by their indices. Operations replace them by the written caches.
         add_ranks: A function that adds the partial sums of all ranks, or None if one process has
             all weights.
@@ -616,7 +617,7 @@ class TorchOperations:
         return (y * silu(gates.float())).to(x.dtype)
 
     def _ruled_whole(self, given: "_Deltas") -> Tensor:
-        """The outputs for whole sequences."""
+        """Return the outputs for whole sequences."""
         sums = given.logs.transpose(1, 2).cumsum(-1)
         earlier = numbers(sums, 2)[:, None] >= numbers(sums, 2)
         decays = torch.where(earlier, sums[..., None] - sums[:, :, None], -torch.inf).exp()
@@ -630,8 +631,8 @@ class TorchOperations:
         return y.transpose(1, 2)
 
     def _ruled(self, given: "_Deltas", mixed: Tensor, block: Block) -> Tensor:
-        """The outputs of tokens that see other tokens in the caches. Writes the states of these
-        tokens."""
+        """Return the outputs of tokens that see other tokens in the caches, and write the states of
+        these tokens."""
         rule = block.geometry.delta
         inputs = self._inputs()
         assert rule is not None
@@ -750,7 +751,7 @@ class _Deltas:
 
 
 def _heads(x: Tensor, size: int) -> Tensor:
-    """Heads [B, n, heads, size] of x [B, n, heads size]."""
+    """Split x [B, n, heads size] into heads [B, n, heads, size]."""
     return x.view(*x.shape[:2], -1, size)
 
 

@@ -1,5 +1,5 @@
 """Cohere and Cohere 2 have LayerNorms without biases, and parallel attention and MLP. The
-rotary embedding pairs neighbouring values. Cohere 2 has a window in most layers; its other layers
+rotary embedding pairs neighbouring values. Cohere 2 has a window in most layers. Its other layers
 have no rotary embedding."""
 
 from collections.abc import Mapping

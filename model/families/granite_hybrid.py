@@ -1,5 +1,5 @@
-"""Granite 4 (dense): Granite with attention in all layers; some models have no rotary embedding.
-Mamba layers and experts are refused."""
+"""Dense models of Granite 4 are Granite with attention in all layers. Some models have no rotary
+embedding. Mamba layers and experts are refused."""
 
 from eesd.common.checks import shown
 from eesd.common.geometry import UNROTATED, Geometry

@@ -16,8 +16,8 @@ THETA = 10000.0
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rotary fields. The rope type ``dynamic`` with an ``alpha`` means a larger base, which
-    does not depend on the text."""
+    """Return the rotary fields. The rope type ``dynamic`` with an ``alpha`` means a larger base,
+    which does not depend on the text."""
     rope = fields.take("rope_scaling", None) or fields.take("rope_parameters", None)
     own = Fields(rope if isinstance(rope, dict) else {})
     if own.take("rope_type", own.take("type", None)) != "dynamic" or not own.take("alpha", None):
