@@ -255,7 +255,7 @@ def random_tokens(llm: LLM, count: int) -> list[int]:
 
 
 def is_exactness(raw: Any) -> bool:
-    """Whether a JSON value is a result of this benchmark."""
+    """Return whether a JSON value is a result of this benchmark."""
     return isinstance(raw, dict) and raw.get("kind") == KIND
 
 

@@ -44,8 +44,8 @@ def _files(directory: Path) -> list[Path]:
     "-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write."
 )
 def main(results: tuple[Path, ...], output: Path) -> None:
-    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, or directories with
-    such files."""
+    """Write Markdown from RESULTS. These are files that eesd-bench and the tools wrote, or
+    directories with such files."""
     paths = [path for given in results for path in (_files(given) if given.is_dir() else [given])]
     files = {path: read_json(path) for path in paths}
     sections = {path: found for path, raw in files.items() if (found := section(path, raw))}

@@ -48,7 +48,8 @@ MT_BENCH = (
     "stem",
     "humanities",
 )
-"""Categories of MT-bench. Spec-Bench reports them together, as multi-turn conversation."""
+"""Categories of MT-bench. Spec-Bench reports these categories together as multi-turn
+conversation."""
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7, "coupled-1": 1.0}
 """Temperatures. Spec-Bench decodes greedily, and MT-bench uses 0.7 for most of its categories."""
 WARM_UP_TOKENS = 48
@@ -101,7 +102,7 @@ def _spread(questions: list[Question], count: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft, with its engine directory and its name in results. If ``speculation`` is
+    """A way to draft. It has an engine directory and a name in results. If ``speculation`` is
     None, decoding is plain."""
 
     name: str

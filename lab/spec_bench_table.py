@@ -29,7 +29,7 @@ and the mean accepted tokens."""
 
 @dataclass(frozen=True)
 class Answer:
-    """All turns of one question, answered in one configuration.
+    """The answers to all turns of one question in one configuration.
 
     Attributes:
         engine: Name of the engine directory that decodes plainly, with the name of the kernels if
@@ -40,7 +40,8 @@ class Answer:
         tokens: Number of tokens that were generated.
         rounds: The number of rounds of each shape, as [draft steps, drafted nodes, number of
             rounds].
-        prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
+        prefill_seconds, decode_seconds: The time of the prompts and the time of the generated
+            tokens.
         text_tokens: Number of accepted tokens that were drafted from the text instead of by the
             exit head.
         equal: Whether all tokens are those of plain decoding.
@@ -73,7 +74,7 @@ class Result(Saved):
 
     Attributes:
         options: Measurements that were made.
-        engines: Description of each engine directory by name.
+        engines: The description of each engine directory by name.
         categories: Category of each question by its number.
         skipped: Number of questions that leave no room for an answer.
         machine: Description of the machine.
@@ -103,7 +104,7 @@ class Result(Saved):
         return COST_MODELS[name] if name else None
 
     def has(self, engine: str, sampling: str, question: int) -> bool:
-        """Whether a question is already answered."""
+        """Return whether a question has been answered already."""
         return any(
             (a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers
         )

@@ -1,1 +1,1 @@
-"""The server: OpenAI's API for many requests at once."""
+"""The server. It offers OpenAI's API, and answers many requests at once."""

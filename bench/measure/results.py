@@ -90,9 +90,10 @@ class Run:
         guard_rests: Number of times that the guard paused drafting.
         equal: Whether the tokens equal those of plain decoding. It is None with rejection sampling,
             which promises only the same distribution.
-        divergence: If not equal, the index of the first different token.
-        logit_gap: If not equal, the verifier's logit of the token that plain decoding has there,
-            minus its logit of the drafting run's token.
+        divergence: If the tokens are not equal, the index of the first different token.
+        logit_gap: If the tokens are not equal, the difference between two logits of the verifier at
+            that index. It is the logit of the token of plain decoding minus the logit of the token
+            of the drafting run.
     """
 
     prompt: str
@@ -252,7 +253,7 @@ class Saved:
 
     @classmethod
     def wrote(cls, raw: Any) -> bool:
-        """Whether a JSON value is a file of this kind, even a damaged one."""
+        """Return whether a JSON value is a file of this kind. The file may be damaged."""
         return isinstance(raw, dict) and next(iter(cls.ROWS)) in raw
 
 
@@ -263,7 +264,8 @@ class Result(Saved):
     Attributes:
         kind: Always ``run``, except that older results that compare exit heads have ``ablation``.
         options: The :class:`~eesd.bench.measure.run.Options`.
-        engines: Description of each engine directory by name, in the order of measurement.
+        engines: The description of each engine directory by name. The directories are in the order
+            in which they were measured.
         prompts: The reported prompts. Each has its id, its task, and its number of tokens.
         machine: Description of the machine.
         tunings: Tuned controllers.
@@ -287,7 +289,7 @@ class Result(Saved):
     schema: int = SCHEMA
 
     def has_runs(self, engine: str, prompt: str) -> bool:
-        """Whether this prompt was measured on this engine."""
+        """Return whether this prompt was measured on this engine."""
         return any(
             run.prompt == prompt and self.configurations[run.configuration].engine == engine
             for run in self.runs

@@ -75,7 +75,7 @@ class TracedRequest:
 
     @cached_property
     def steps(self) -> list[list[DraftStep]]:
-        """Features for a controller, by position and depth."""
+        """The features that a controller sees at each position and depth."""
         logprob = self.logprob.astype(np.float64)
         columns = [
             array.tolist()
@@ -103,7 +103,7 @@ class Trace:
         requests: The requests.
         origin: The engine, the options and the prompts. Traces with equal origins have equal
             requests.
-        costs: Costs measured on the engine that ran the requests.
+        costs: The costs that were measured on the engine that ran the requests.
         prior: Calibration prior in that engine's directory.
     """
 

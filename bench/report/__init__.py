@@ -1,1 +1,1 @@
-"""Statistics and Markdown tables, made from the JSON files of measurements and replays."""
+"""Statistics and Markdown tables. They are made from the JSON files of measurements and replays."""

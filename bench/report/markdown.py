@@ -161,7 +161,8 @@ class _Section:
         return table([*columns], [[cell(s) for cell in columns.values()] for s in summaries])
 
     def _by_task(self) -> list[str]:
-        """Median speed-up by task, one row for each configuration."""
+        """Return a table of the median speed-up on each task. It has a row for each
+        configuration."""
         tasks = list(dict.fromkeys(prompt["task"] for prompt in self.result.prompts))
         rows = []
         for s in self.summaries:
@@ -174,7 +175,8 @@ class _Section:
         return ["### By task", "", *table(["sampling", "draft", "controller", *tasks], rows)]
 
     def _acceptance(self) -> list[str]:
-        """Acceptance by depth of the longest fixed length."""
+        """Return a table of the acceptance at each depth. It is that of the longest fixed
+        length."""
         judged: Mapping[str, Sequence[Sequence[int]]] = {
             f"{t.sampling}, {_width(t.width)}": t.acceptance[t.longest]
             for t in self.result.tunings
@@ -205,7 +207,7 @@ class _Section:
         ]
 
     def _tuned(self) -> list[str]:
-        """The settings that were fastest on the tuning prompts."""
+        """Return a table of the settings that were fastest on the tuning prompts."""
         rows = []
         for t in self.result.tunings:
             tried = ", ".join(spec.partition(":")[2].partition("=")[2] for spec in t.seconds)
@@ -221,7 +223,8 @@ class _Section:
         )
 
     def _call_costs(self) -> list[str]:
-        """Costs of draft steps, verify passes and prefill, for the last engine."""
+        """Return a table of the costs of draft steps, verify passes and prefill. They are those of
+        the last engine."""
         result, engine = self.result, [*self.result.engines][-1]
         rows = []
         for (of, width), costs in mean_call_costs(result.sweeps).items():

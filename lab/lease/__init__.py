@@ -1,4 +1,4 @@
-"""Steps of ``python -m lab.lease``, the first checks of a GPU."""
+"""The steps of ``python -m lab.lease``, which makes the first checks of a GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Lease:
     """The device and output of a step.
 
     Attributes:
-        device: Torch device; on the CPU all shapes are small.
+        device: The Torch device. On the CPU, all shapes are small.
         output: Directory for files.
     """
 

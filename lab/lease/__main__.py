@@ -1,5 +1,5 @@
-"""Checks for a GPU that is available for minutes. The most informative steps run first, each in a
-separate process.
+"""Checks for a GPU that is available for minutes. The most informative steps run first. Each step
+runs in a separate process.
 
     python3 -m lab.lease --minutes 9 --output DIR        # the same command again continues
 
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = (str(ROOT / "src"), str(ROOT / "tests"), str(ROOT))
-"""Steps import eesd, the support modules of the tests, and the lab from here."""
+"""From here, the steps import eesd, the support modules of the tests, and the lab."""
 LEAST_SECONDS = 5
 """A step begins only if at least this much time remains."""
 TAIL = 1500

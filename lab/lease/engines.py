@@ -192,8 +192,8 @@ def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill norms with 1, and matrices with random values that make products about as large as their
-    inputs."""
+    """Fill norms with 1. Fill matrices with random values that make products about as large as
+    their inputs."""
     for name, value in parameters:
         if value.ndim == 1:
             value.fill_(0 if name.endswith("bias") else 1)

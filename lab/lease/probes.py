@@ -1,4 +1,4 @@
-"""Commands and tests of the project on a GPU, and NVIDIA's memory and race checkers."""
+"""Runs commands and tests of the project on a GPU, and NVIDIA's memory and race checkers."""
 
 import re
 import shutil

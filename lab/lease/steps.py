@@ -26,4 +26,4 @@ STEPS = {
     "families": Step(equality.families, 240),
     "plans": Step(plans.plans, 300),
 }
-"""Steps by name, in the order in which they run."""
+"""The steps by name. They are in the order in which they run."""

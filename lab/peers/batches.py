@@ -84,7 +84,7 @@ def measure(
         options: Measurements to make.
         pythons: The interpreter of each peer.
         seconds: Longest time of one measurement.
-        report: Called with a line for each measurement.
+        report: A function that is called with a line for each measurement.
     """
     who = entries(contestants)
     count = options.new_tokens
@@ -157,7 +157,7 @@ def measure(
 
 
 def is_batches(raw: Any) -> bool:
-    """Whether a JSON value is a result of :func:`measure`."""
+    """Return whether a JSON value is a result of :func:`measure`."""
     return isinstance(raw, dict) and raw.get("kind") == KIND
 
 

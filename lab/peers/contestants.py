@@ -44,7 +44,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One runtime with one way to decode.
+    """A runtime that decodes in one of its ways.
 
     Attributes:
         peer: Key of :data:`PEERS`.

@@ -98,7 +98,7 @@ def convert(
         options: Options of ``eesd-export``.
         wanted: Names of the variants in the order of conversion.
         seconds: Longest time of one conversion.
-        report: Called with a line for each variant.
+        report: A function that is called with a line for each variant.
     """
     for name in wanted:
         peer, variant = name.split(" ")

@@ -50,7 +50,7 @@ class Comparison:
         pythons: Interpreter by peer.
         seconds: Longest time of one answer.
         path: File of the result.
-        report: Called with a line for each step.
+        report: A function that is called with a line for each step.
     """
 
     result: Result
@@ -140,7 +140,7 @@ class Comparison:
         was computed to count them, or if the system does not report times.
 
         Raises:
-            PeerError: The number differs from the requested number.
+            PeerError: The number of threads differs from the requested number.
         """
         if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
             return None
@@ -259,5 +259,5 @@ def takes(contestant: Contestant, prompt: Prompt) -> bool:
 
 
 def interpreters(python: str, own: str) -> dict[str, str]:
-    """Interpreter by peer. EESD runs in the benchmark's own interpreter."""
+    """Return the interpreter of each peer. EESD runs in the benchmark's own interpreter."""
     return {name: own if name == EESD else python for name in PEERS}

@@ -24,7 +24,7 @@ class PeerError(EESDError):
 
 
 class Process:
-    """One ``workers/serve.py``. Between requests it waits for its pipe."""
+    """One ``workers/serve.py``. Between requests, the process waits for its pipe."""
 
     def __init__(self, python: Path | str, worker: Path, threads: int, seconds: float) -> None:
         """Start the process.
@@ -63,7 +63,7 @@ class Process:
             raise PeerError(f"{python} cannot be started ({error.strerror}).") from None
 
     def package(self) -> str:
-        """The peer's package and its version."""
+        """Return the peer's package and the version of the package."""
         answer = self.ask("hello")
         return f"{answer['package']} {answer['version']}"
 

@@ -88,7 +88,7 @@ class Quality:
         contestant: Its name.
         positions: Positions compared.
         divergence: Mean of KL(float32 || contestant) in nats.
-        agreement: Share of the positions with the same most likely token.
+        agreement: Share of the positions at which both have the same most likely token.
     """
 
     contestant: str
@@ -132,7 +132,7 @@ class Result(Saved):
     schema: int = SCHEMA
 
     def has_round(self, process: int, prompt: str, names: set[str]) -> bool:
-        """Whether all of these contestants have decoded this prompt in this process."""
+        """Return whether all of these contestants have decoded this prompt in this process."""
         return names <= {
             run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)
         }

@@ -1,4 +1,4 @@
-"""The comparison as Markdown, from the JSON file alone."""
+"""Writes the comparison as Markdown. Everything comes from the JSON file."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence

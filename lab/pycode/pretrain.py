@@ -65,7 +65,7 @@ def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
 
 
 class EarlyExits:
-    """Layer dropout and early-exit losses of a model in training.
+    """Adds layer dropout and early-exit losses to a model in training.
 
     Layer l of L is dropped for a text with the probability ``dropout * (2 ** (l / (L - 1)) - 1)``.
     The loss of an exit after layer l has the weight ``scale * (0 + 1 + ... + l)``. The loss of the

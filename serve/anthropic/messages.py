@@ -68,7 +68,7 @@ async def _whole(writer: "_Writer", generations: Generations) -> MessageAnswer:
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """Yield the events of a stream. An error before the first event has an HTTP status; a later
+    """Yield the events of a stream. An error before the first event has an HTTP status. A later
     error becomes the last event."""
     async with generations:
         yield _event("message_start", message=writer.answer())

@@ -59,7 +59,8 @@ class OutputConfig(Body):
 
 
 class Amount(Body):
-    """A number of ``input_tokens``, ``tool_uses`` or ``thinking_turns``."""
+    """A number with its ``type``, which is ``input_tokens``, ``tool_uses`` or
+    ``thinking_turns``."""
 
     type: str
     value: Annotated[int, Field(ge=0)]

@@ -16,7 +16,8 @@ _FIELDS = {
     },
     **{"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"},
 }
-"""Older fields of vLLM, and fields of llama.cpp and SGLang."""
+"""Older fields of vLLM, and fields of llama.cpp and SGLang. Each field is mapped to the kind of its
+constraint."""
 FIELDS = {*_FIELDS, "response_format", "guided_json_object", "format", "structured_outputs"}
 """All fields of a request that constrain its output."""
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")

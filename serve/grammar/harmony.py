@@ -24,7 +24,7 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
 
 
 def writes_harmony(codec: TextCodec) -> bool:
-    """Whether a model's chat template has these marks."""
+    """Return whether a model's chat template has these marks."""
     template = codec.chat_template
     return template is not None and all(mark in template.source for mark in (CHANNEL, MESSAGE))
 

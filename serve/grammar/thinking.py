@@ -9,7 +9,7 @@ BLANKS = " \t\r\n"
 
 
 def may_think(codec: TextCodec) -> bool:
-    """Whether a model's chat template contains these marks."""
+    """Return whether a model's chat template contains these marks."""
     template = codec.chat_template
     return template is not None and END in template.source
 

@@ -65,7 +65,7 @@ _HEAD = re.compile(
 _NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
 _LONGEST_HEAD = 300
-"""Maximum number of characters in a call before its arguments, including blanks."""
+"""Maximum number of characters (including blanks) in a call before its arguments."""
 _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 """Characters that JSON may have outside strings."""
 
@@ -83,7 +83,7 @@ class ToolDelta:
     thought: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``delta`` of a chunk of OpenAI's API."""
+        """Return the ``delta`` of a chunk of OpenAI's API."""
         if self.content:
             return {"content": self.content}
         if self.thought:

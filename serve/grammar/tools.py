@@ -1,8 +1,8 @@
 """Function calling. This module writes the tools of a chat request into the prompt, and makes the
 grammar of required calls.
 
-Tools are passed to the chat template if it reads them. For other models the system message
-describes the tools in plain words and requests calls in the hermes format.
+Tools are passed to the chat template if it reads them. For other models, the system message
+describes the tools in plain words and asks for calls in the hermes format.
 :mod:`eesd.serve.grammar.tool_calls` parses the answer.
 """
 

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API reports them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the form of OpenAI's API, which is ``{"error": {"message", "type", "param",
+"code"}}``."""
 
 import json
 from collections.abc import Mapping
@@ -106,7 +107,8 @@ class APIError(Exception):
         return json.dumps({"error": detail}).encode()
 
     def response_for(self, scope: Scope) -> Response:
-        """The response to a request. In Anthropic's form it has one more field."""
+        """Return the response to a request. In Anthropic's form, the response has one more
+        field."""
         body = self.body
         if path_of(scope).startswith("/v1/messages"):
             body = b'{"type": "error", ' + body[1:]

@@ -1,4 +1,5 @@
-"""Routes that check JSON from outside as they parse it, and access to the server's state."""
+"""Routes that check JSON from outside as they parse it. This module also gives routes access to the
+server's state."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -35,10 +36,10 @@ class JSONRoute(APIRoute):
 
 
 def serving_of(request: Request) -> Serving:
-    """The state of the server that received a request."""
+    """Return the state of the server that received a request."""
     serving: Serving = request.app.state.serving
     return serving
 
 
 Shared = Annotated[Serving, Depends(serving_of)]
-"""The state of the server, as an argument of a route."""
+"""The type of an argument with which a route gets the state of the server."""

@@ -1,4 +1,4 @@
-"""An id and a log line for each HTTP request, and facts for its trace."""
+"""Gives each HTTP request an id and a log line, and adds facts to the request's trace."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
-"""The operation of each generating route, under its name in OpenTelemetry's conventions."""
+"""The operation of each generating route. It has the name from OpenTelemetry's conventions."""
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 

@@ -1,4 +1,4 @@
-"""Options of a server, and the state that all its routes share."""
+"""The options of a server, and the state that all its routes share."""
 
 import re
 from dataclasses import dataclass, field

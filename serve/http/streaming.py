@@ -33,7 +33,7 @@ def json_response(value: BaseModel) -> Response:
 
 
 def event(value: BaseModel) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json_bytes(value) + b"\n\n"
 
 

@@ -32,7 +32,7 @@ TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
 def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
-    """The chat request.
+    """Return the chat request.
 
     Args:
         body: The body of the request.

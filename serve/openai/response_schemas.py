@@ -21,7 +21,7 @@ Strings = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
 
 
 class ContentPart(Body):
-    """A part of an item's content: ``input_text``, ``output_text``, ``refusal``, ..."""
+    """A part of an item's content. Its type is ``input_text``, ``output_text``, ``refusal``, ..."""
 
     type: str
     text: str | None = None

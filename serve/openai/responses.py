@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API without memory, built on chat completions."""
+"""``POST /v1/responses``: OpenAI's Responses API, built on chat completions. It has no memory."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """Yield the events of a stream. An error before the first event has an HTTP status; a later
+    """Yield the events of a stream. An error before the first event has an HTTP status. A later
     error adds two final events."""
     number = 0
 

@@ -28,7 +28,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def given(self) -> dict[str, Any]:
-        """The fields that the client sent, including unknown fields."""
+        """Return the fields that the client sent, including unknown fields."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -402,8 +402,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The special tokens, for clients that truncate prompts themselves. A value is None if the
-    model does not have the token."""
+    """The special tokens. Clients that truncate prompts themselves need them. A value is None if
+    the model does not have the token."""
 
     bos_token: str | None
     eos_token: str | None

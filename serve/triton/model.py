@@ -94,7 +94,7 @@ def _end_with(server: int) -> None:
     """End this process when the server has gone. Without this, the stub process of a killed server
     would live on, with the model and its memory.
 
-    The shared memory's name is the stub's second argument; nothing else removes that memory.
+    The name of the shared memory is the stub's second argument. Nothing else removes that memory.
     """
     while os.getppid() == server:
         time.sleep(ORPHAN_SECONDS)

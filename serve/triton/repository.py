@@ -122,7 +122,7 @@ def write_triton_repository(
     Args:
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
-        name: The model's name, and its directory in the repository.
+        name: The model's name, which is also the name of its directory in the repository.
         settings: Fields of :class:`Settings`.
 
     Returns:

@@ -13,7 +13,7 @@ FILE = "model.gguf"
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Link to the file."""
+    """Make a link to the file."""
     Path(output).mkdir(parents=True, exist_ok=True)
     (Path(output) / FILE).symlink_to(model)
 

@@ -43,7 +43,7 @@ class BatchStruct(ctypes.Structure):
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Link to the file."""
+    """Make a link to the file."""
     Path(output).mkdir(parents=True, exist_ok=True)
     (Path(output) / FILE).symlink_to(model)
 
@@ -57,7 +57,7 @@ def load(path: str, options: dict[str, Any]) -> "Plain | Server":
 
 
 def library() -> ctypes.CDLL:
-    """llama.cpp's C functions, which the Python module exports."""
+    """Return llama.cpp's C functions, which the Python module exports."""
     import xllamacpp
 
     pointer = ctypes.c_void_p

@@ -33,7 +33,7 @@ class Server:
         return {}
 
     def load(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the contestant. The seconds include the import of its libraries."""
+        """Load the contestant. The seconds include the import of the peer's libraries."""
         started = time.perf_counter()
         self.contestant = self.peer.load(path, options)
         return {"seconds": time.perf_counter() - started}
