@@ -3,7 +3,7 @@ model's own greedy text.
 
 For the same tokens, a parallel pass computes the same values as drafting. A greedily drafted token
 is accepted if it is the next token of the model's greedy text. One bit per position is therefore
-enough to replay rounds of any draft length. The counts equal those of the runtime's statistics.
+enough to replay rounds of any draft length. The counts are the same as in the runtime's statistics.
 """
 
 import re

@@ -131,7 +131,7 @@ def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, l
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
-        codec: Tokenizer for text. None if the model has none.
+        codec: Tokenizer for text, or None if the model has no tokenizer.
         vocab_size: Number of tokens in the model's vocabulary.
         length: Number of training positions in a row.
 
@@ -172,7 +172,7 @@ def read_prompts(
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
-        codec: Tokenizer for text. None if the model has none.
+        codec: Tokenizer for text, or None if the model has no tokenizer.
         vocab_size: Number of tokens in the model's vocabulary.
         count: Maximum number of prompts.
         prompt_tokens: Number of tokens in a prompt that is cut from text.

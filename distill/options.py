@@ -129,7 +129,7 @@ class DataOptions:
         files: Files of rows to train on.
         prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of
             ``files``.
-        self_prompt: Number of prompts that the model writes itself, in addition to those of
+        self_prompt: Number of prompts that the model writes itself, in addition to the prompts in
             ``prompts``.
         self_prompt_start: Beginnings of these prompts, which are used in rotation.
         mixed: Files of ground-truth text to mix in.

@@ -34,8 +34,8 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
-"""Keys that do not change the results of a decoder. The size of the vocabulary is that of the
-embedding table."""
+"""Keys that do not change the results of a decoder. The embedding table determines the size of the
+vocabulary."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a divisor for each rotary frequency."""
 _LLAMA3_POSITIONS = 8192

@@ -2,8 +2,8 @@
 ``tokenizer.ggml.pre``.
 
 A file holds only the name. llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
-are part of the format. Expressions have Oniguruma's syntax. ``lab/gguf_tokenizers`` compares
-the token ids with those of llama.cpp.
+are part of the format. Expressions have Oniguruma's syntax. ``lab/gguf_tokenizers`` compares the
+token ids with llama.cpp's token ids.
 """
 
 _CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -35,8 +35,8 @@ _LATIN = (
 
 
 def _by_case(upper: str, lower: str, after: str, rest: str) -> str:
-    """Words that end where lower case changes to upper case. llama.cpp distinguishes the case of A
-    to Z only."""
+    """Return an expression for words that end where lower case changes to upper case. llama.cpp
+    distinguishes the case of A to Z only."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{after}|{first}{upper}+{lower}*{after}|{rest}"
 

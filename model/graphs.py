@@ -95,7 +95,7 @@ class Draft(Graph):
         Args:
             input_ids: Token ids [B, n].
             inputs: Shared inputs of the layers.
-            caches: The caches 0 .. N-1, and those of the exit head.
+            caches: The caches 0 .. N-1 and the caches of the exit head.
 
         Returns:
             The logits in float32 ([B, n, V], or [B, n, Vd] with a draft vocabulary), the ids and

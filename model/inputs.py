@@ -34,7 +34,7 @@ def causal_inputs(
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, caches: int | None = None) -> list[KV]:
-    """Create zero-filled caches. If ``caches`` is None, the number of caches is that of the base
-    layers."""
+    """Create zero-filled caches. If ``caches`` is None, the number of caches is the number that the
+    base layers need."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(caches or geometry.num_caches)]

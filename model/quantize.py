@@ -182,8 +182,8 @@ def quantize_blocks(
 
 
 def _float8(values: Floats) -> NDArray[np.uint8]:
-    """Return the bits of the nearest FP8 numbers for values from -448 to 448. The results equal
-    those of ml_dtypes, but take a fraction of the time.
+    """Return the bits of the nearest FP8 numbers for values from -448 to 448. The results are the
+    same as with ml_dtypes, but take a fraction of the time.
 
     The bits of an FP8 number of at least 2 ** -6 (whose bits are 8) are the upper bits of a float32
     minus a constant, because the offsets of the exponents differ. The bits of a smaller number

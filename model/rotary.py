@@ -78,7 +78,8 @@ def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
 
 
 def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
-    """Lower the frequencies [D/2] of long waves, keep those of short waves, and blend in between.
+    """Lower the frequencies [D/2] of long waves, keep the frequencies of short waves, and blend
+    them in between.
 
     In torch, a number divided by a tensor is the number times the rounded reciprocal.
     """

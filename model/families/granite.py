@@ -4,7 +4,7 @@ into an existing part of the decoder.
 * ``attention_multiplier`` is the scale of attention.
 * ``residual_multiplier`` m multiplies everything that is added to x. The decoder computes x / m
   instead, and adds the same values without the factor m. Norms of x / m with an epsilon of
-  ``eps / m ** 2`` equal those of x.
+  ``eps / m ** 2`` equal the norms of x.
 * ``embedding_multiplier`` is then divided by m. The table itself is unchanged, because the LM head
   is often tied to it.
 * ``logits_scaling`` divides the final norm's weight. The division is exact for powers of two, as in
