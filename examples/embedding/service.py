@@ -3,9 +3,9 @@ stream, engines and memory.
 
     python service.py plans/ "def fibonacci(n):"
 
-Everything above ``speculate`` is the service without EESD. EESD adds the decode loop: it uses the
-service's engines, execution contexts, stream and memory, starts no thread, handles no signal, and
-logs through ``logging``.
+Everything above ``speculate`` is the service without EESD. EESD adds the decode loop. It uses the
+service's engines, execution contexts, stream and memory. It starts no thread, handles no signal,
+and logs through ``logging``.
 """
 
 import importlib
@@ -73,8 +73,8 @@ class ContextMaker:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.kernels: dict[Any, Any] = {}
-        """TensorRT-RTX: compiled kernels by engine. ``serialize()`` could save them for the next
-        start."""
+        """The compiled kernels of TensorRT-RTX by engine. ``serialize()`` could save them for the
+        next start."""
 
     def __call__(self, engine: Any) -> Any:
         """Make a context. TensorRT-RTX compiles its kernels now, because a CUDA graph would keep
@@ -112,8 +112,8 @@ def make_allocator(trt: Any, device: int) -> Any:
     uses.
 
     All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not
-    propagate through TensorRT; None means that there is no memory. torch aligns memory to 512
-    bytes, more than TensorRT requires.
+    propagate through TensorRT, so the methods return None if there is no memory. torch aligns
+    memory to 512 bytes, which is more than TensorRT requires.
     """
 
     class Allocator(trt.IGpuAllocator):
@@ -127,7 +127,7 @@ def make_allocator(trt: Any, device: int) -> Any:
             return memory
 
         def reallocate(self, _address: int, _alignment: int, _new_size: int) -> None:
-            """Return None: the memory cannot grow, so TensorRT allocates new memory."""
+            """Return None, because the memory cannot grow. TensorRT then allocates new memory."""
 
         def deallocate(self, memory: int) -> bool:
             torch.cuda.synchronize(device)  # as cudaFree does: TensorRT may still use it

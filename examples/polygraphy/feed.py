@@ -9,8 +9,8 @@ masks slots as a round does. It needs only the graph, not EESD:
         --data-loader-script feed.py
 
 MODEL is the graph. FILLED is the number of slots that the text fills. NODES is the number of tokens
-in the call; each attends to the text, the tokens before it, and itself. Values are random, with a
-fixed seed. docs/engine-directory.md describes the inputs.
+in the call. Each token attends to the text, the tokens before it, and itself. Values are random,
+with a fixed seed. docs/engine-directory.md describes the inputs.
 """
 
 import os
@@ -25,7 +25,7 @@ HIDDEN = -30000
 
 
 def load_data() -> Iterator[dict[str, NDArray[Any]]]:
-    """The inputs of one call by name. Polygraphy calls a function with this name."""
+    """Yields the inputs of one call by name. Polygraphy calls a function with this name."""
     filled = int(os.environ.get("FILLED", "100"))
     nodes = int(os.environ.get("NODES", "1"))
     graph = onnx.load(os.environ.get("MODEL", "verify.plan.onnx"), load_external_data=False).graph

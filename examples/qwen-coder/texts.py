@@ -1,10 +1,10 @@
-"""Gather prompts for the exit head of a model that writes code, from Python source files.
+"""Gather prompts from Python source files, for the exit head of a model that writes code.
 
     texts.py DIRECTORY ... -o texts/ [--prompts 2000] [--held-out 72] [--seed 1]
 
 The directories contain Python files, for example from the standard library, installed packages or
-checkouts. The results are ``prompts.jsonl`` (code to continue, code to fill in, questions about
-code), and ``validation.jsonl``, with prompts of the same kinds from other files.
+checkouts. The script writes ``prompts.jsonl`` (code to continue, code to fill in, and questions
+about code), and ``validation.jsonl`` with prompts of the same kinds from other files.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from pathlib import Path
 from textwrap import dedent
 
 LINES = range(5, 41)
-"""Number of lines of the functions and classes that prompts are made from."""
+"""Prompts are made from functions and classes with this number of lines."""
 MOST_CHARACTERS = 1200
-"""The model takes more time to read a longer prompt than to continue it."""
+"""Longer prompts are left out, because the model takes more time to read them than to continue
+them."""
 SIZES = range(800, 200_000)
 """Source files with fewer or more characters are skipped."""
 QUESTIONS = (
@@ -33,7 +34,7 @@ KINDS = ("code", "code", "fill-in-the-middle", "question", "question")
 
 
 def sources(directories: list[Path], random_: random.Random) -> list[str]:
-    """The texts of the source files, in random order."""
+    """Returns the texts of the source files, in random order."""
     paths = sorted(path for directory in directories for path in directory.rglob("*.py"))
     random_.shuffle(paths)
     texts = (path.read_text("utf-8", errors="ignore") for path in paths)
@@ -41,7 +42,7 @@ def sources(directories: list[Path], random_: random.Random) -> list[str]:
 
 
 def definitions(text: str) -> Iterator[tuple[str, str, str]]:
-    """Name, docstring and lines of each short function or class in a file."""
+    """Yields the name, the docstring and the lines of each short function or class in a file."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -57,7 +58,7 @@ def definitions(text: str) -> Iterator[tuple[str, str, str]]:
 def prompt(
     kind: str, definition: tuple[str, str, str], random_: random.Random
 ) -> dict[str, object]:
-    """A line of ``prompts.jsonl``."""
+    """Returns a line of ``prompts.jsonl``."""
     name, docstring, code = definition
     lines = [f"{line}\n" for line in code.split("\n")][:-1]
     start = random_.randint(1, len(lines) // 2)
@@ -77,7 +78,7 @@ def prompt(
 
 
 def prompts(texts: list[str], count: int, random_: random.Random) -> list[dict[str, object]]:
-    """Prompts of all kinds, at most four from each file."""
+    """Returns prompts of all kinds, with at most four from each file."""
     found = []
     for text in texts:
         several = list(definitions(text))
