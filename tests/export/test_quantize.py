@@ -694,7 +694,8 @@ def of_graphs(directory: Path) -> NDArray[np.float32]:
 
 @needs_operators()
 def test_operators_multiply_by_the_values_of_the_graph(exported: Export) -> None:
-    """With float32 activations, both compute the same products up to rounding to 16 bits."""
+    """With float32 activations, the operators and the graph compute the same products up to
+    rounding to 16 bits."""
     for kind in LEVELS:
         directory = exported("qwen2", kind, *NARROW)
         with eesd.load(

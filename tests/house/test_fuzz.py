@@ -1,6 +1,6 @@
-"""Any content of a file or command line works, or is refused in one sentence.
+"""Tests that any content of a file or command line either works or is refused in one sentence.
 
-``make test`` tries a few cases of each kind, ``make test-slow`` many.
+``make test`` tries a few cases of each kind, and ``make test-slow`` tries many.
 """
 
 import json

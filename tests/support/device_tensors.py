@@ -1,14 +1,14 @@
-"""Tensors on the devices of ``fake_cuda.py``: torch's operations on them are put into the current
-stream and run later.
+"""Tensors on the devices of ``fake_cuda.py``. torch's operations on these tensors are put into the
+current stream and run later.
 
-The shape of a result is computed at once; its values are computed later, on the CPU, in memory of
-the device's arena. So a tensor that a stream has not computed yet holds garbage. Views are made at
-once, because they compute nothing.
+The shape of a result is computed at once. Its values are computed later on the CPU, in memory of
+the device's arena. A tensor that a stream has not computed yet therefore holds garbage. Views are
+made at once, because they compute nothing.
 
 Copies follow CUDA. The host's values are read at the time of the copy from pinned memory, and at
 once from other host memory. A non-blocking copy to the host leaves garbage until the host has
 waited. A copy between devices makes both streams wait, as in torch. Operations that a GPU refuses
-are errors, such as operands on two devices, or reading a device's tensor as an array.
+are errors. Examples are operands on two devices, and reading a device's tensor as an array.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ ATEN = torch.ops.aten
 
 
 class DeviceTensor(Tensor):
-    """A tensor on a device. ``memory`` is its memory as a CPU tensor; ``block`` keeps the memory
-    allocated."""
+    """A tensor on a device. ``memory`` is its memory as a CPU tensor, and ``block`` keeps the
+    memory allocated."""
 
     memory: Tensor
     block: Block
@@ -139,7 +139,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def empty(self, like: Tensor, index: int) -> DeviceTensor:
-        """A tensor with the shape and type of another, filled with garbage."""
+        """Returns a tensor that has the shape and the type of ``like`` and is filled with
+        garbage."""
         block = self.machine.allocate(index, like.nbytes)
         return DeviceTensor(
             self.machine.memory.view(
@@ -207,8 +208,8 @@ class PinnedTensors(TorchFunctionMode):
     """Replaces ``torch.tensor(..., pin_memory=True)``, which calls the driver without the
     dispatcher.
 
-    The function itself is not replaced: at the first ``with torch.device(...)`` torch records the
-    functions that make tensors, and would not recognize its ``torch.tensor`` in later tests.
+    The function itself is not replaced. At the first ``with torch.device(...)``, torch records the
+    functions that make tensors, so it would not recognize its own ``torch.tensor`` in later tests.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -218,7 +219,7 @@ class PinnedTensors(TorchFunctionMode):
         if func is not torch.tensor or not (kwargs or {}).get("pin_memory"):
             return func(*args, **(kwargs or {}))
         if isinstance(args[0], np.ndarray):
-            # Seen on an H200 with torch 2.11.
+            # This error was seen on an H200 with torch 2.11.
             raise RuntimeError("Can't pin tensor constructed from numpy")
         return self.machine.pin(func(*args, **{**kwargs, "pin_memory": False}))
 

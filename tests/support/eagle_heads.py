@@ -1,7 +1,7 @@
-"""Random heads: exit heads with deep layers, and EAGLE-3 heads in the published layouts with a
-reference from the paper's text.
+"""Random heads for the tests. They are exit heads with deep layers, and EAGLE-3 heads in the
+published layouts. The EAGLE-3 heads have a reference that follows the text of the paper.
 
-The reference shares no code with the project: at every step it recomputes the whole text, without
+The reference shares no code with the project. At every step it recomputes the whole text without
 caches.
 """
 

@@ -1,11 +1,11 @@
 """A fake of TensorRT's Python API for machines without a GPU. Its plans refer to ONNX graphs, which
 ONNX Runtime runs.
 
-Names and calls are those of a real version (``trt_api.py``); anything else is refused. Tensors are
-at addresses in host memory. Mistakes that the real API may ignore are errors here: shapes outside
-the profile, missing addresses, a cache whose output address differs from its input address, too
-little scratch memory, and new shapes for a context that has run. A call overwrites its scratch
-memory and its results before it computes anything.
+The names and calls are those of a real version (``trt_api.py``), and anything else is refused.
+Tensors are at addresses in host memory. Some mistakes that the real API may ignore are errors here.
+They are shapes outside the profile, missing addresses, a cache whose output address differs from
+its input address, too little scratch memory, and new shapes for a context that has run. A call
+overwrites its scratch memory and its results before it computes anything.
 """
 
 import json
@@ -52,8 +52,8 @@ def write_plans(
     Returns the manifest.
 
     A call processes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The
-    plans are for GPUs of these compute ``capabilities``; if empty, for any GPU. If ``stripped``,
-    they have no weights, and their graphs are beside them.
+    plans are for GPUs of these compute ``capabilities``, or for any GPU if there are none. If
+    ``stripped`` is true, the plans have no weights, and their graphs are next to them.
     """
     manifest = load_manifest(directory)
     plans = {}
@@ -96,8 +96,8 @@ def write_plans(
 
 
 def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
-    """The graph that a plan computes, whose attention may read only the first slots. The graph is
-    stored next to the weights."""
+    """Returns the graph that a plan computes. Its attention may read only the first slots. The
+    graph is stored next to the weights."""
     if len(attended_slots(manifest, graph)) == 1:
         return directory / graph.file
     model = onnx.load(directory / graph.file, load_external_data=False)
@@ -122,7 +122,8 @@ class Fake:
 
     @classmethod
     def _class(cls) -> str:
-        """Name of the class in the real API, also for subclasses of the runtime."""
+        """The name of the class in the real API. Subclasses that the runtime defines have the same
+        name."""
         return next(base.__name__ for base in cls.__mro__ if base.__name__ in NAMES)
 
     def __getattribute__(self, name: str) -> Any:
@@ -173,8 +174,8 @@ class Runtime(Fake):
 
 
 class ICudaEngine(Fake):
-    """``_contexts`` lists the engine's execution contexts, ``_copied`` the caches that the builder
-    failed to update in place."""
+    """``_contexts`` lists the engine's execution contexts. ``_copied`` lists the caches that the
+    builder failed to update in place."""
 
     def __init__(
         self,
@@ -343,8 +344,8 @@ class IExecutionContext(Fake):
         return [name for name in self._engine._inputs if name.startswith(("key_", "value_"))]
 
     def _work(self) -> Callable[[], None]:
-        """The work of a call with the context's current shapes and addresses. Results and scratch
-        memory are overwritten first."""
+        """Returns the work of a call with the context's current shapes and addresses. Results and
+        scratch memory are overwritten first."""
         engine = self._engine
         addresses = dict(self._addresses)
         shapes = dict(self._shapes)
@@ -478,7 +479,7 @@ NAMES = {cls.__name__ for cls in CLASSES}
 
 
 def host_of(directory: Path, stream: Any = None) -> Host:
-    """A service's engines and scratch memory. On the CPU there is no stream."""
+    """Returns the engines and the scratch memory of a service. On the CPU there is no stream."""
     manifest = load_manifest(directory)
     trt = module("tensorrt")
     runtime = trt.Runtime(trt.ILogger())
@@ -503,8 +504,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(flavour: str, version: str = "") -> Any:
-    """The module of a flavour, in a version of :data:`~support.trt_api.VERSIONS`. Empty: the
-    newest."""
+    """Returns the module of a flavour, in a version of :data:`~support.trt_api.VERSIONS`. Empty:
+    the newest."""
     api = load(version or VERSIONS[flavour][-1])
     made: Any = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)

@@ -25,7 +25,8 @@ from support.interpreted import levels_of, logits_of
 
 
 def layers_of(engine: TeamEngine) -> list[Any]:
-    """The attentions of those layers that have weights; none if no kernels compute with them."""
+    """Returns the attentions of those layers that have weights. The list is empty if no kernels
+    compute with these weights."""
     stage: Any = engine.own.stages[0]
     assert isinstance(stage, TorchStageRunner)
     model: Any = stage.module.model
@@ -41,7 +42,7 @@ def is_there(attention: Any) -> bool:
 
 
 def memory_of(attention: Any) -> int:
-    """Address of the joined weights of queries, keys and values."""
+    """Returns the address of the joined weights of queries, keys and values."""
     if isinstance(attention.q_proj, QuantizedLinear):
         return attention.q_proj.weight.levels.data_ptr()
     parts: list[Tensor] = [getattr(attention, f"{part}_proj").weight for part in "qkv"]

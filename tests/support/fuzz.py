@@ -1,5 +1,5 @@
-"""Damaged JSON: values at random places of a valid document replaced, removed or added, and text
-that is no longer JSON."""
+"""Makes damaged JSON. Values at random places of a valid document are replaced, removed or added,
+and some texts are no longer JSON."""
 
 import json
 import random
@@ -29,8 +29,8 @@ ODD: list[Any] = [
 
 
 def damaged_json(document: Any) -> st.SearchStrategy[str]:
-    """JSON text of ``document`` with one to three random edits, sometimes cut, garbled or nested
-    very deeply."""
+    """Returns the JSON text of ``document`` with one to three random edits. Sometimes the text is
+    cut, garbled or nested very deeply."""
     text = json.dumps(document)
     return st.integers(0, 2**32).map(lambda seed: _damage(text, random.Random(seed)))
 
@@ -53,7 +53,7 @@ def _damage(text: str, rng: random.Random) -> str:
 
 
 def _edited(value: Any, rng: random.Random) -> Any:
-    """The value with one edit somewhere inside."""
+    """Returns the value with one edit somewhere inside it."""
     if not isinstance(value, (dict, list)) or not value or rng.random() < 0.03:
         return _other(value, rng)
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""GGUF files of tiny models, written with the ``gguf`` library as llama.cpp's converter writes
-them."""
+"""Writes GGUF files of tiny models. The ``gguf`` library writes them in the form in which
+llama.cpp's converter writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,11 @@ KV_HEADS = 2
 LAYERS = 3
 EXPERTS = 3
 EXPERT = 768
-"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other
-size."""
+"""With these sizes, the products consist of whole blocks of 256. transformers cannot read experts
+of other sizes."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Offsets of the float16 scales in a block, for types to which the library cannot quantize."""
+"""The offsets of the float16 scales in a block. These are the types to which the library cannot
+quantize."""
 WITHOUT_GATES = ("arcee", "nemotron", "jais2", "starcoder2")
 LAYER_NORMS = ("stablelm", "nemotron", "jais2", "starcoder2")
 """Architectures whose norms subtract the mean."""
@@ -46,13 +47,14 @@ class Spec:
         matrices: Type of the linear layers.
         table: Type of the embedding table.
         tied: Whether there is no ``output.weight``.
-        biases: Whether q, k and v have biases; o too, except in qwen2 and seed_oss.
+        biases: Whether q, k and v have biases. In all architectures except qwen2 and seed_oss, o
+            then has biases too.
         head_dim: Size of a head.
-        experts: For llama: ``together`` for joint tensors of all experts, ``apart`` for separate
-            ones, as in old files; empty for none.
+        experts: For llama: ``together`` if all experts have joint tensors, ``apart`` if they have
+            separate tensors as in old files, or empty if there are no experts.
         types: Types of individual tensors.
-        metadata: Keys to add or, with None, to remove.
-        tensors: Tensors to add or, with None, to remove.
+        metadata: Keys to add. A key whose value is None is removed.
+        tensors: Tensors to add. A tensor whose value is None is removed.
     """
 
     architecture: str = "llama"
@@ -68,8 +70,9 @@ class Spec:
 
 
 def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
-    """Write a file with random weights and a byte-level tokenizer of :data:`VOCABULARY`, or
-    several files of ``most`` tensors. Returns the (first) file."""
+    """Write a file with random weights and a byte-level tokenizer of :data:`VOCABULARY`. If
+    ``most`` is given, several files of at most this number of tensors are written. Returns the
+    (first) file."""
     writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=most)
     for key, value in (_metadata(spec) | dict(spec.metadata)).items():
         if value is not None:
@@ -99,7 +102,7 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
 def stored(
     random: np.random.Generator, name: str, shape: tuple[int, ...], kind: str
 ) -> tuple[NDArray[Any], Any]:
-    """A stored tensor with random values, and its type."""
+    """Returns a stored tensor with random values, and its type."""
     values = random.normal(
         "norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape
     ).astype(np.float32)
@@ -170,7 +173,7 @@ def write_metadata(path: Path, metadata: Mapping[str, Any]) -> Path:
 
 
 def digest(ids: Sequence[int]) -> str:
-    """A short hash of token ids."""
+    """Returns a short hash of token ids."""
     return sha256(str(list(ids)).encode()).hexdigest()[:6]
 
 
@@ -185,7 +188,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Shapes [out, in] of all tensors, by their names in the file."""
+    """Returns the shapes [out, in] of all tensors by their names in the file."""
     queries = HEADS * spec.head_dim
     keys = KV_HEADS * spec.head_dim
     block: dict[str, tuple[int, ...]] = {
@@ -258,7 +261,8 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def _convolving(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of LFM2: short convolutions replace attention in all layers but the second."""
+    """Returns the shapes of LFM2. Short convolutions replace the attention in all layers except the
+    second."""
     found = {"token_embd_norm.weight": shapes["output_norm.weight"]}
     for name, shape in shapes.items():
         attends = name.startswith("blk.1.") or "attn_norm" in name

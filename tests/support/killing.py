@@ -1,5 +1,5 @@
-"""Processes that kill themselves with SIGKILL inside a function, and whose child processes die with
-them."""
+"""Functions that run processes which kill themselves with SIGKILL inside a function. Their child
+processes die with them."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ _KILL = "import os, signal; kill = lambda *_, **__: os.kill(os.getpid(), signal.
 
 
 def kill_command(module: str, arrange: str, *arguments: object) -> None:
-    """Run a command in a process. ``arrange`` is code that puts the function ``kill`` where the
-    process is to die."""
+    """Run a command in a process that dies. ``arrange`` is code that puts the function ``kill`` at
+    the place where the process must die."""
     code = f"{_KILL}; {arrange}; from {module} import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
@@ -26,7 +26,7 @@ def kill_command(module: str, arrange: str, *arguments: object) -> None:
 
 def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool:
     """Call a function in a process that dies at the ``number``-th executed line of a module.
-    Returns False if the process ended before."""
+    Returns False if the process ended before this line."""
     child = os.fork()
     if child == 0:
         left = number

@@ -31,10 +31,11 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of an LLM: a verify graph in ``stages`` on ``devices`` GPUs, with this
-    ``speculation``. With ``few_slots``, attention may read only the first slots; with ``deep``, the
-    exit head reads deep states; with ``whole``, the draft is the whole model in 4 bits.
-    ``flavour`` is the flavour of the plans, or ``torch``; ``exact`` is as in ``eesd.load``."""
+    """The options of an LLM whose verify graph has ``stages`` stages on ``devices`` GPUs. If
+    ``few_slots`` is true, attention may read only the first slots. If ``deep`` is true, the exit
+    head reads deep states. If ``whole`` is true, the draft is the whole model in 4 bits.
+    ``flavour`` is the flavour of the plans, or ``torch``. ``speculation`` and ``exact`` have the
+    same meaning as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -91,7 +92,7 @@ Planned = Callable[[Setting], Path]
 
 
 def directory(shared: Shared, setting: Setting) -> Path:
-    """The engine directory of a setting."""
+    """Returns the engine directory of a setting."""
     name = (
         f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}"
         f"-{setting.deep}-{setting.whole}"
@@ -100,8 +101,8 @@ def directory(shared: Shared, setting: Setting) -> Path:
 
 
 def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
-    """Let attention of the verify and draft graphs read the first 16, 48 or 112 slots; a text has
-    96 slots."""
+    """Allow the attention of the verify and draft graphs to read the first 16, 48 or 112 slots. A
+    text has 96 slots."""
     patch.setattr(trt_plans, "FEWEST_SLOTS", 16)
     patch.setattr(trt_plans, "LONG_CACHE", 0)
 
@@ -128,7 +129,8 @@ def build(path: Path, setting: Setting) -> None:
 
 @contextmanager
 def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Machine, LLM]]:
-    """A machine whose events are ordered by ``seed``, and an LLM on it."""
+    """Yields a machine and an LLM on this machine. The ``seed`` determines the order of the
+    machine's events."""
     with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
         fake_tensorrt.install(patch)
         if setting.few_slots:
@@ -142,7 +144,8 @@ def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Mac
 
 @cache
 def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
-    """The tokens of plain decoding with ONNX Runtime, by prompt number and sampling number."""
+    """Returns the tokens of plain decoding with ONNX Runtime, by the number of the prompt and the
+    number of the sampling."""
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     return {
         (number, rule): plain.generate(
@@ -154,7 +157,7 @@ def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
 
 
 def wrong(directory: Path, machine: Machine, llm: LLM, seeds: range) -> list[int]:
-    """The seeds with which the LLM's tokens differ from those of ONNX Runtime."""
+    """Returns the seeds with which the LLM's tokens differ from the tokens of ONNX Runtime."""
     found = []
     for seed in seeds:
         machine.reseed(seed)

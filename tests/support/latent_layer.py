@@ -1,5 +1,5 @@
-"""The operators of latent attention against the operators of ordinary attention and products: the
-same bits."""
+"""Checks that the operators of latent attention give the same bits as the operators of ordinary
+attention and products."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +32,9 @@ WIDTH = RANK + ROTARY
 
 
 def check_latent(path: Path, names: Sequence[str], dtype: str = "float32") -> None:
-    """A text and a tree give the bits of ordinary attention with one KV head, whose queries and
-    keys were rotated before, and whose values are the keys."""
+    """Check that a text and a tree give the bits of ordinary attention with one KV head. In the
+    ordinary attention, the queries and keys were rotated before, and the keys are also the
+    values."""
     layer = Attention(HEADS, 1, WIDTH, rotates=False, dtype=dtype)
     random = layer.random
     text = layer.text(150, [149, 150, 150, 151, 151, 152])
@@ -66,7 +67,8 @@ def check_latent(path: Path, names: Sequence[str], dtype: str = "float32") -> No
 
 
 def check_by_heads(path: Path, names: Sequence[str]) -> None:
-    """A product for each head has the bits of separate products, for any number of rows."""
+    """Check that a product for each head gives the bits of separate products, for any number of
+    rows."""
     random = np.random.default_rng(0)
     for form in ("float32", "bits4"):
         parts = [random_weight(random, form, 32, 20, False, NARROW, False) for _ in range(HEADS)]

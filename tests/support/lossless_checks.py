@@ -1,7 +1,7 @@
-"""Checks of losslessness, as functions. The tests call them on the runtime, the mutation tests on a
-broken runtime.
+"""Functions that check losslessness. The tests call them with the runtime, and the mutation tests
+call them with a broken runtime.
 
-The expected distributions come from plain, slow code in this file that shares nothing with the
+The expected distributions come from plain, slow code in this file, which shares nothing with the
 runtime.
 """
 

@@ -2,7 +2,7 @@
 
 
 def blocker(*packages: str) -> str:
-    """Code after which these packages cannot be imported."""
+    """Returns code. After it has run, these packages cannot be imported."""
     return f"""
 import sys
 

@@ -39,8 +39,8 @@ class OnCache:
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
-    """The verify engine and the draft engine of a directory, which share one cache of ``slots``
-    slots; and this cache."""
+    """Returns the verify engine and the draft engine of a directory, and the cache of ``slots``
+    slots that they share."""
     engines = open_engines(
         directory, load_manifest(directory), EngineOptions(backend, 1, draft=True)
     )

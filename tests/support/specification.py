@@ -1,7 +1,7 @@
-"""The operators of this project in NumPy: a second implementation of
-``runtime/operators/SPECIFICATION.md``, bit for bit.
+"""The operators of this project in NumPy. This is a second implementation of
+``runtime/operators/SPECIFICATION.md``, and it gives the same bits.
 
-Everything is float32, rounded once in each step. An array has one column or head per lane, so each
+All values are float32, and each step rounds once. An array has one column or head per lane, so each
 operation here is one step of the sums of all lanes.
 """
 
@@ -18,10 +18,10 @@ BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8, "planes": 8, "upper": 8}
 
 
 def fma(a: Any, b: Any, c: Any) -> Floats:
-    """a b + c, rounded once.
+    """Returns a b + c, which is rounded only once.
 
-    The product of two float32 is exact in float64. The sum is rounded to odd there, so that
-    rounding it to float32 rounds as if it had been exact (Boldo and Melquiond, 2008).
+    The product of two float32 is exact in float64. In float64 the sum is rounded to odd. Rounding
+    it to float32 then gives the same result as rounding the exact sum (Boldo and Melquiond, 2008).
     """
     product = np.float64(a) * np.float64(b)
     other = np.float64(c)
@@ -35,7 +35,8 @@ def fma(a: Any, b: Any, c: Any) -> Floats:
 
 
 def add_lanes(values: Floats) -> Floats:
-    """Sum over the last axis, which has 16 values, by adding halves until one value is left."""
+    """Returns the sum over the last axis, which has 16 values. Halves are added until one value is
+    left."""
     width = values.shape[-1] // 2
     while width:
         values = values[..., :width] + values[..., width : 2 * width]
@@ -45,7 +46,7 @@ def add_lanes(values: Floats) -> Floats:
 
 
 def lanes(values: Floats) -> Floats:
-    """[..., n] as [..., ceil(n / 16), 16], padded with zeros."""
+    """Returns an array [..., n] in the shape [..., ceil(n / 16), 16], padded with zeros."""
     size = values.shape[-1]
     padded = np.zeros((*values.shape[:-1], -(-size // 16) * 16), np.float32)
     padded[..., :size] = values
@@ -83,7 +84,8 @@ def logarithm(a: Floats) -> Floats:
 
 
 def top_k(logits: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
-    """The columns of the k largest values of each row [T, V], and their log-probabilities."""
+    """Returns the columns of the k largest values of each row [T, V], and their
+    log-probabilities."""
     order = np.argsort(-np.where(np.isnan(logits), -np.inf, logits), 1, "stable")[:, :k]
     values = np.take_along_axis(logits, order, 1)
     most = values[:, :1]
@@ -96,7 +98,7 @@ def top_k(logits: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    """x [..., n] divided by its root mean square, times the weight."""
+    """Returns x [..., n] divided by its root mean square and multiplied by the weight."""
     squares = np.zeros((*x.shape[:-1], 16), np.float32)
     split = lanes(x)
     for i in range(split.shape[-2]):
@@ -143,7 +145,7 @@ class Weight:
         return (self.levels if self.values is None else self.values).shape
 
     def dequantized(self) -> Floats:
-        """[K, N], with the columns that Embed returns."""
+        """Returns the values [K, N] whose columns Embed returns."""
         if self.values is not None:
             return self.values
         block = len(self.levels) // len(self.scales)
@@ -155,7 +157,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Rounded:
-    """8-bit activations: levels [T, K], and a scale for each block [T, K / 32]."""
+    """Activations in 8 bits. They have levels [T, K], and a scale for each block [T, K / 32]."""
 
     levels: NDArray[np.int64]
     scales: Floats
@@ -170,8 +172,8 @@ def round_blocks(x: Floats) -> Rounded:
 
 
 def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
-    """Levels of rows [..., n], and the scales of the rows [...]. The largest level of a row is
-    ``most`` or -most."""
+    """Returns the levels of rows [..., n], and the scales of the rows [...]. The largest level of a
+    row is ``most`` or -most."""
     largest = np.abs(x).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest >= SMALLEST, np.float32(most) / largest, np.float32(0))
@@ -183,7 +185,7 @@ SMALLEST = np.float32(2.0**-100)
 
 
 def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:
-    """x [T, K] times a weight, [T, N]."""
+    """Returns the product [T, N] of x [T, K] and a weight."""
     total = np.zeros((len(x), weight.shape[1]), np.float32)
     if weight.values is not None:
         for k in range(x.shape[1]):
@@ -242,14 +244,14 @@ def product(
 
 @dataclass(frozen=True)
 class Choice:
-    """How experts are chosen, if not by their logits.
+    """Says how experts are chosen if they are not chosen by their logits.
 
     Attributes:
         scores: 0 for a softmax, 1 for sigmoids, 2 for sparsemixer.
         bias: Biases of the choice [E].
         groups: Number of groups of experts.
         used_groups: Number of groups that a token uses.
-        group_best: Number of ranks in a group's sum.
+        group_best: Number of an expert group's best ranks that its sum adds.
         norm_eps: Added to the sum of the weights.
         scale: Factor of the weights.
         margin: Largest distance of a logit that counts for sparsemixer.
@@ -265,7 +267,8 @@ class Choice:
     margin: float = 0.02
 
     def weights(self, logits: Floats, used: int) -> tuple[NDArray[np.int64], Floats]:
-        """The experts of each row [T, E], in descending order of their ranks, and their scores."""
+        """Returns the experts of each row [T, E] in descending order of their ranks, and their
+        scores."""
         if self.scores == 2:
             return self._near_shares(logits, used)
         if self.scores == 1:
@@ -299,7 +302,7 @@ class Choice:
 def route(
     logits: Floats, used: int, normed: bool, choice: Choice | None = None
 ) -> tuple[NDArray[np.int64], Floats]:
-    """The experts of each row [T, E], in ascending order, and their weights."""
+    """Returns the experts of each row [T, E] in ascending order, and their weights."""
     if choice is None:
         found, logprobs = top_k(logits, used)
         weights = exponential(logprobs)
@@ -329,8 +332,9 @@ def mixture(
     factors: Floats | None = None,
     choice: Choice | None = None,
 ) -> Floats:
-    """``experts`` has the gate, up and down projections of each expert, ``biases`` the biases of
-    gate and up [E, 2 I] and of down [E, H]. ``factors`` [E] multiply the experts' weights."""
+    """Compute a mixture of experts. ``experts`` has the gate, up and down projections of each
+    expert. ``biases`` has the biases of gate and up [E, 2 I] and the biases of down [E, H].
+    ``factors`` [E] multiply the weights of the experts."""
     found, weights = route(logits, used, normed, choice)
     if factors is not None:
         weights = weights * factors[found]
@@ -369,14 +373,14 @@ class Heads:
     sinks: Floats | None = None
 
     def cached(self, x: Floats) -> Floats:
-        """Keys or values rounded as in a floating-point cache."""
+        """Returns keys or values, rounded as a floating-point cache rounds them."""
         limit = np.float32(65504)
         if self.dtype == "float32":
             return x
         return np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
 
     def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
-        """Queries, keys and values [T, heads, D] of qkv."""
+        """Returns the queries, keys and values of qkv, each of shape [T, heads, D]."""
         every = qkv.reshape(len(qkv), -1, self.head_dim)
         return (
             every[:, : self.heads],
@@ -385,7 +389,8 @@ class Heads:
         )
 
     def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
-        """Heads [..., D] normalized, then rotated, or in the other order."""
+        """Returns heads [..., D] that are first normalized and then rotated, or the other way
+        round."""
         if norm is not None and not self.norms_last:
             x = normalize(x, norm, self.epsilon)
         if self.rotates:
@@ -400,8 +405,8 @@ class Heads:
         return x
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
-        """Attention of a token's rotated queries [heads, D] to keys and values [KV, positions, D],
-        added in the order of positions."""
+        """Returns the attention of a token's rotated queries [heads, D] to keys and values [KV,
+        positions, D]. The values are added in the order of positions."""
         group = self.heads // self.kv_heads
         seen = keys.shape[1]
         keys = np.repeat(keys, group, 0)
@@ -440,8 +445,8 @@ class Heads:
 
 
 def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floats]:
-    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most
-    128 positions. The first ``absent`` positions are left out."""
+    """Returns the maximum and the sum of the weights [heads], and the weighted sum of the values
+    [heads, D]. There are at most 128 positions. The first ``absent`` positions are left out."""
     most = scores[:, max(absent, 0) :].max(1)
     weights = exponential(np.minimum(scores - most[:, None], 0))
     weights[:, : max(absent, 0)] = 0
@@ -476,7 +481,7 @@ def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
 
 @dataclass
 class Rule:
-    """A layer with the gated delta rule, for one path of tokens.
+    """A layer with the gated delta rule. It processes one path of tokens.
 
     Attributes:
         key_heads, value_heads, key_dim, value_dim: Its sizes.
@@ -497,7 +502,7 @@ class Rule:
     epsilon: float
 
     def outputs(self, x: Floats) -> Floats:
-        """The outputs [T, values] of consecutive tokens x [T, columns]."""
+        """Returns the outputs [T, values] of consecutive tokens x [T, columns]."""
         heads = self.value_heads
         keys = self.key_heads * self.key_dim
         values = heads * self.value_dim
@@ -537,7 +542,7 @@ class Rule:
 
 
 def _unit(x: Floats) -> Floats:
-    """x [..., n] divided by its Euclidean length."""
+    """Returns x [..., n] divided by its Euclidean length."""
     squares = np.zeros((*x.shape[:-1], 16), np.float32)
     split = lanes(x)
     for i in range(split.shape[-2]):

@@ -1,5 +1,5 @@
-"""Sharded checkpoints of any size, written without creating the model: sparse files, or random
-weights."""
+"""Writes sharded checkpoints of any size without creating the model. They are sparse files, or have
+random weights."""
 
 import json
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ GEOMETRY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers, with the options that differ from :data:`GEOMETRY`."""
+    """A model type of transformers, and the options that differ from :data:`GEOMETRY`."""
 
     name: str
     model_type: str
@@ -119,8 +119,8 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Set all parameters and stored biases to random values: with norm weights of one and biases
-    of zero, a test could not detect whether they are applied."""
+    """Set all parameters and stored biases to random values. If the norm weights were one and the
+    biases zero, a test could not detect whether they are applied."""
     generator = torch.Generator().manual_seed(seed)
     biases = ((name, one) for name, one in model.named_buffers() if name.endswith("bias"))
     for name, parameter in (*model.named_parameters(), *biases):
@@ -131,14 +131,14 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; a key set to ``...`` is removed."""
+    """Set keys of a JSON file. A key that is set to ``...`` is removed."""
     raw = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
 
 @torch.no_grad()
 def decoder_logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [1, T, V] that this project's decoder computes for token ids [1, T]."""
+    """Returns the logits [1, T, V] that this project's decoder computes for token ids [1, T]."""
     geometry = checkpoint.geometry
     count = ids.shape[1]
     caches = empty_caches(geometry, 1, count)

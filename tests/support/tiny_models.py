@@ -1,5 +1,5 @@
-"""Tiny seeded Llama models whose untrained draft is often, but not always, right; and the engines
-of these models."""
+"""Makes tiny seeded Llama models and their engines. The untrained draft of these models is often
+right, but not always."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,10 +73,10 @@ def export_tiny(
     draft_vocab: Sequence[int] = (),
     whole: bool = False,
 ) -> Path:
-    """Export a model with an exit head that copies its last layers. A separate LM head has the
-    weights of the model's, multiplied by two.
+    """Export a model with an exit head that copies its last layers. If the exit head has a separate
+    LM head, its weights are the weights of the model's LM head multiplied by two.
 
-    ``whole``: the draft is the whole model in 4 bits, not a head.
+    If ``whole`` is true, the draft is the whole model in 4 bits instead of a head.
     """
     checkpoint = Checkpoint(model)
     quantization = UNQUANTIZED

@@ -1,10 +1,10 @@
 """Streams requests to Triton over gRPC:
 ``python triton_client.py ADDRESS MODEL SECONDS < REQUESTS``, with Triton's own client.
 
-REQUESTS is a JSON list. Each entry has the ``inputs`` by name, and may have ``cancel_after``, a
-number of responses, and ``timeout`` in microseconds. All are sent at once, in separate streams.
-Each response is a JSON line; ``final`` marks the last response to a request. A request without an
-answer for SECONDS ends with the error "timeout".
+REQUESTS is a JSON list. Each entry has the ``inputs`` by name. It may have ``cancel_after`` (a
+number of responses) and ``timeout`` (in microseconds). All requests are sent at once, in separate
+streams. Each response is printed as a JSON line, and ``final`` marks the last response to a
+request. A request without an answer for SECONDS ends with the error "timeout".
 """
 
 import json

@@ -30,7 +30,7 @@ class TritonServer:
     metrics: str
 
     def get(self, path: str, address: str = "") -> str:
-        """The body of an HTTP answer. Raises URLError for every status except 2xx."""
+        """Returns the body of an HTTP answer. Raises URLError for every status except 2xx."""
         return self.post(path, None, address)
 
     def post(self, path: str, body: bytes | None, address: str = "") -> str:
@@ -46,7 +46,7 @@ class TritonServer:
         return False
 
     def stubs(self) -> list[int]:
-        """Running processes of the Python backend."""
+        """Returns the running processes of the Python backend."""
         return [
             pid
             for pid, command in processes(self.process.pid)
@@ -59,7 +59,7 @@ class TritonServer:
 
 @contextmanager
 def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[TritonServer]:
-    """Start a server, wait until it is ready, and clean up afterwards: no stub and no shared memory
+    """Start a server, wait until it is ready, and clean up afterwards. No stub and no shared memory
     remain."""
     packages = site_packages(python)
     found = packages / "pytriton" / "tritonserver"
