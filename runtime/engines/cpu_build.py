@@ -1,5 +1,5 @@
-"""The build of ``eesd-build --target cpu``, which the CPU engine maps into memory: packed weights,
-and graphs of this project's operators. The build is the same for all kernels.
+"""The build of ``eesd-build --target cpu``, which the CPU engine maps into memory. It consists of
+packed weights, and of graphs of this project's operators. The build is the same for all kernels.
 
 The build is in a directory ``cpu-KEY`` in the engine directory. The key is a hash of the engine
 directory's contents and the version of the layout, so a stale build is never found.
@@ -19,18 +19,18 @@ from eesd.common.quantization import BLOCK, DRAFT
 from eesd.common.weights import EMBEDDINGS, weights_of
 
 LAYOUT = 6
-"""Version of the layout of packed weights and graphs."""
+"""The version of the layout of packed weights and graphs."""
 WEIGHTS = "weights.bin"
 FILES = "files.json"
 """The file of packed weights, and the file that lists all other files with their hashes."""
 Check = Callable[[Path, Mapping[str, FileInfo], str], None]
-"""Checks files of a directory, given a remedy for its error message:
-:func:`~eesd.common.integrity.check_loaded`, or :func:`~eesd.common.integrity.verify_hashes`."""
+"""A function that checks files of a directory. It receives a remedy for its error message. It is
+:func:`~eesd.common.integrity.check_loaded` or :func:`~eesd.common.integrity.verify_hashes`."""
 
 
 def place_of(directory: Path, manifest: Manifest) -> Path:
-    """The path of an engine directory's build. Its name has 16 hexadecimal digits of a hash of
-    everything that the build depends on."""
+    """Return the path of an engine directory's build. Its name has 16 hexadecimal digits of a hash
+    of everything that the build depends on."""
     contents = {
         name: info.sha256
         for name, info in manifest.files.items()
@@ -42,14 +42,15 @@ def place_of(directory: Path, manifest: Manifest) -> Path:
 
 
 def find_build(directory: Path, manifest: Manifest) -> Path | None:
-    """The build of an engine directory; None if it is missing, or one of its files has changed."""
+    """Return the build of an engine directory. Return None if the build is missing, or if one of
+    its files has changed."""
     with suppress(EESDError):
         return built_for_cpu(directory, manifest)
     return None
 
 
 def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_loaded) -> Path:
-    """The build of an engine directory, after a check of its files.
+    """Check the files of an engine directory's build, and return the build.
 
     Raises:
         EESDError: There is no build, or one of its files is missing or has changed.
@@ -88,13 +89,13 @@ def check_graphs(directory: Path, manifest: Manifest) -> None:
 
 
 def describe_build(place: Path) -> str:
-    """The path and size of a build."""
+    """Return a text with the path and the size of a build."""
     return f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.1f} MB)"
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights whose upper 4 bits the draft's products read, while the verify graph's
-    products read all 8 bits.
+    """Return the names of the weights that the draft and the verify graph read differently. The
+    draft's products read only the upper 4 bits, and the verify graph's products read all 8 bits.
 
     A draft that is the whole model shares these weights with the verify graph. They include the
     embedding table if it is also the LM head.

@@ -1,11 +1,11 @@
-"""KV caches of the CPU engine: memory that is reserved once, in tiles that attention reads without
-a copy.
+"""KV caches of the CPU engine. Their memory is reserved once, and consists of tiles that attention
+reads without a copy.
 
-A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, in the layout of
-``runtime/operators/SPECIFICATION.md``: float32, float16, or 8-bit levels with a float32 scale for
-each row of a head. Layers whose heads have other sizes use a part of the same memory, and the rows
-of latent attention take the place of a layer's keys and values. Pages are allocated on the first
-write, and released when a long text ends.
+A sequence has one piece of memory with [L+E, 2, KV, S / 16] tiles of 16 slots.
+``runtime/operators/SPECIFICATION.md`` describes the layout. The numbers are float32, float16, or
+8-bit levels with a float32 scale for each row of a head. Layers whose heads have other sizes use a
+part of the same memory, and the rows of latent attention take the place of a layer's keys and
+values. Pages are allocated on the first write, and released when a long text ends.
 """
 
 import mmap
@@ -24,20 +24,22 @@ from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Values
 
 KV_CACHE_DTYPES = ("float32", "float16", "int8")
-"""Types of cells, in the order of ``Cells`` in ``runtime/operators/kernels.h``."""
+"""The types of cells, in the order of ``Cells`` in ``runtime/operators/kernels.h``."""
 TILE = 16
 """Number of slots in a tile."""
 KEPT = 64 << 20
-"""Bytes that a cache may keep when another text begins; pages beyond them are released."""
+"""Number of bytes that a cache may keep when another text begins. All further pages are
+released."""
 HEADER = 64
-"""Bytes of the header before the states of a layer: each state's number of preceding slots, and the
-index of the committed state."""
+"""Number of bytes of the header before the states of a layer. The header has the number of slots
+before each state, and the index of the committed state."""
 _NO_RESERVE = 0x4000
-"""Linux's MAP_NORESERVE, with which reserved addresses do not count as memory."""
+"""Linux's MAP_NORESERVE. With this flag, reserved addresses do not count as memory."""
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Number of slots of a cache: the text's slots, and then room for the nodes of a round."""
+    """Return the number of slots of a cache. It has slots for the text, and then room for the nodes
+    of a round."""
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
@@ -49,8 +51,8 @@ def tile_bytes(manifest: Manifest) -> int:
 
 
 def states_at(manifest: Manifest) -> dict[int, range]:
-    """Byte ranges, in a float32 cache, of the states of layers with the delta rule, by the index of
-    a layer's first cache."""
+    """Return the byte ranges, in a float32 cache, of the states of layers with the delta rule. The
+    keys are the indices of each layer's first cache."""
     geometry = manifest.geometry
     rule = geometry.delta
     if rule is None:
@@ -68,8 +70,8 @@ def states_at(manifest: Manifest) -> dict[int, range]:
 class CpuKVCache:
     """The keys and values of one sequence.
 
-    Layers with the delta rule have records instead, in the memory of their tiles, and two states
-    after all tiles; see ``DeltaRule`` in ``runtime/operators/operators.cpp``. States are computed
+    Layers with the delta rule have records in the memory of their tiles instead, and two states
+    after all tiles. See ``DeltaRule`` in ``runtime/operators/operators.cpp``. States are computed
     from records, so only records are moved or kept.
 
     Args:
@@ -78,7 +80,7 @@ class CpuKVCache:
             writes.
 
     Attributes:
-        address: Address of the memory; a multiple of 4096.
+        address: Address of the memory, which is a multiple of 4096.
         slots: S.
         limit: Maximum number of slots of a text.
         dtype: Type of an element.
@@ -158,7 +160,8 @@ class CpuKVCache:
         self._drop_states(0)
 
     def _drop_states(self, start: int) -> None:
-        """Drop the states that include slots from ``start`` on, which are about to change."""
+        """Drop the states that include slots from ``start`` on, because these slots are about to
+        change."""
         for after in self._after:
             after[after > start] = 0
 
@@ -169,7 +172,7 @@ class CpuKVCache:
         """Do nothing, because attention reads only slots that a token sees."""
 
     def read(self, index: int) -> tuple[Values, Values]:
-        """Keys and values of one layer, each [1, KV, S, D]: a copy."""
+        """Return a copy of one layer's keys and values, each [1, KV, S, D]."""
         part = next(one for one in self._parts if index < one.which.stop)
         found = part.gather(np.arange(self.slots))[index - part.which.start]
         if part.scale:
@@ -179,8 +182,8 @@ class CpuKVCache:
         return keys[None].copy(), values[None].copy()
 
     def values(self, start: int, stop: int) -> Values:
-        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. With int8, each
-        row is followed by its scale, 4 bytes."""
+        """Return a copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. With int8,
+        the scale of a row (4 bytes) follows the row."""
         return self._gather(np.arange(start, stop))
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
@@ -196,7 +199,7 @@ class CpuKVCache:
 
 
 class _Records:
-    """The records of a layer with the delta rule: a view of the memory of its tiles.
+    """The records of a layer with the delta rule, as a view of the memory of its tiles.
 
     Args:
         memory: [caches, 2, KV, S / 16, bytes of a tile] of the layer.
@@ -219,7 +222,7 @@ class _Records:
         self._rows = rows[:, : prod(part)].reshape(slots, *part)
 
     def gather(self, slots: NDArray[np.intp]) -> Values:
-        """A copy [caches, 2, KV, n, D] of some slots."""
+        """Return a copy [caches, 2, KV, n, D] of some slots."""
         return self._rows[slots].transpose(1, 2, 3, 0, 4)
 
     def fill(self, slots: NDArray[np.intp], values: NDArray[Any]) -> None:
@@ -228,7 +231,7 @@ class _Records:
 
 
 class _LatentRows:
-    """The rows of successive layers with latent attention: views of the memory.
+    """The rows of successive layers with latent attention, as views of the memory.
 
     Args:
         memory: [layers, 2, 1, S / 16, bytes of a tile] of the caches.
@@ -254,7 +257,7 @@ class _LatentRows:
         self._cells = cells.reshape(len(memory), tiles, -1, TILE)[:, :, :width]
 
     def gather(self, slots: NDArray[np.intp]) -> Values:
-        """A copy [layers, 2, 1, n, half of a row] of some slots."""
+        """Return a copy [layers, 2, 1, n, half of a row] of some slots."""
         tiles, rows = np.divmod(slots, TILE)
         found = self._cells[:, tiles, :, rows]  # [n, layers, width]
         heads, half = self.shape
@@ -269,12 +272,12 @@ class _LatentRows:
 
 
 class _Rows:
-    """The keys and values of successive layers with the same head sizes: views of the memory.
+    """The keys and values of successive layers with the same head sizes, as views of the memory.
 
     Args:
         memory: [layers, 2, KV, S / 16, bytes of a tile] of the caches.
         which: The layers.
-        heads: KV heads of these layers.
+        heads: Number of KV heads of these layers.
         size: Head size.
         dtype: Type of an element.
         scale: Bytes of a row's scale.
@@ -311,7 +314,7 @@ class _Rows:
         self._scales = whole[..., scales_at:].reshape(*whole.shape[:4], TILE, scale)
 
     def gather(self, slots: NDArray[np.intp]) -> Values:
-        """A copy [layers, 2, heads, n, elements of a row] of some slots."""
+        """Return a copy [layers, 2, heads, n, elements of a row] of some slots."""
         tiles, rows = np.divmod(slots, TILE)
         size = self._size
         pair = self._pair
@@ -333,13 +336,14 @@ class _Rows:
 
 
 def _width(size: int) -> int:
-    """Number of values of a head's row in a tile."""
+    """Return the number of values that a head's row has in a tile."""
     return -(-size // TILE) * TILE
 
 
 def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """For each cache: the first cache of its layer's states, or -1; number of KV heads, 0 for rows
-    of latent attention; and size of a head or row."""
+    """Return three numbers for each cache. The first number is the index of the first cache of its
+    layer if the layer has states, or -1. The second is the number of KV heads, or 0 for rows of
+    latent attention. The third is the size of a head or row."""
     geometry = manifest.geometry
     found = [(-1, geometry.num_kv_heads, geometry.head_dim)] * manifest.num_caches
     for first in states_at(manifest):
@@ -357,8 +361,8 @@ def _parts_of(manifest: Manifest) -> list[tuple[int, int, int]]:
 
 
 def _shaped(values: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
-    """Rows [..., heads, n, columns] of slots as [..., *shape], with zeros added or removed at the
-    end."""
+    """Return the rows [..., heads, n, columns] of slots in another shape. ``shape`` has the new
+    numbers of heads and columns. Zeros are added or removed at the end."""
     heads, columns = shape
     if values.shape[-3::2] == shape:
         return values

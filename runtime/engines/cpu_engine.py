@@ -2,7 +2,7 @@
 and read and write caches in place.
 
 A call may have any tokens of any sequences. Each token has a cache, a position, a slot, and a list
-of the slots that it sees, and gets the same bits as when it runs alone. Nothing is padded, and no
+of the slots that it sees. It gets the same bits as when it runs alone. Nothing is padded, and no
 token's cost depends on another token's text.
 """
 
@@ -22,13 +22,14 @@ from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.operators import buffer, make_session
 
 MOST_CALLS = 64
-"""Maximum number of cached bindings; the least recently used one is evicted."""
+"""Maximum number of cached bindings. If there are more, the least recently used binding is
+evicted."""
 
 
 @dataclass
 class _Bound:
-    """The buffers of a pass of T tokens with paths of P slots, where R of the tokens get logits;
-    and the I/O bindings to these buffers.
+    """The buffers of a pass, and the I/O bindings to these buffers. The pass has T tokens with
+    paths of P slots, and R of the tokens get logits.
 
     Attributes:
         ids: [T] int64.
@@ -50,15 +51,15 @@ class _Bound:
 
 
 class ResultArrays:
-    """Memory that the results of successive calls share: a call's results are valid until the next
-    call."""
+    """Memory that the results of successive calls share. The results of a call are valid until the
+    next call."""
 
     def __init__(self) -> None:
         self._memory: dict[int, NDArray[np.uint8]] = {}
 
     def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array for the result with this index. If it is larger than before, new memory is
-        allocated; earlier arrays stay valid."""
+        """Return an array for the result with this index. If the array is larger than before, new
+        memory is allocated. Earlier arrays stay valid."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if index not in self._memory or len(self._memory[index]) < size:
             self._memory[index] = np.zeros(size, np.uint8)
@@ -66,7 +67,7 @@ class ResultArrays:
 
 
 class CpuEngine:
-    """A graph of an engine directory, or its stages in order."""
+    """Runs a graph of an engine directory, or its stages in order."""
 
     prefill_chunk = 256
     chooses = False
@@ -90,7 +91,7 @@ class CpuEngine:
             threads: CPU threads.
             int8_activations: Whether products with levels round activations to 8 bits, in blocks of
                 32.
-            kernels: Name of the kernels; "" for the fastest ones.
+            kernels: Name of the kernels, or "" for the fastest kernels.
             kv_cache_dtype: Type of the caches: ``float32``, ``float16`` or ``int8``.
 
         Raises:
@@ -129,7 +130,7 @@ class CpuEngine:
         return Work(nodes, slots / len(calls), len(calls))
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass for any calls."""
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. All calls run in one pass."""
         ids = list[int]()
         numbers = list[int]()
         logit_rows = list[int]()
@@ -209,7 +210,7 @@ class CpuEngine:
 
 
 def _paths(call: Call) -> list[list[int]]:
-    """The slots that each node of a tree sees after the context, in order."""
+    """Return the slots, in order, that each node of a tree sees after the context."""
     assert call.tree_mask is not None
     paths: list[list[int]] = [[] for _ in call.tokens]
     nodes, columns = np.nonzero(call.tree_mask)
@@ -219,8 +220,8 @@ def _paths(call: Call) -> list[list[int]]:
 
 
 def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[int]:
-    """A pass's inputs for the tokens of a call, five numbers for each token. ``paths`` is empty for
-    a chain."""
+    """Return a pass's inputs for the tokens of a call. There are five numbers for each token.
+    ``paths`` is empty for a chain."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
     address = kv_cache.address
@@ -242,8 +243,8 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
 def _outputs(
     calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool
 ) -> list[StepOutputs]:
-    """Views of the results of each call. The results have rows for all tokens (``of_all``), or only
-    for tokens with logits."""
+    """Return views of the results of each call. The results have rows for all tokens if ``of_all``
+    is True, and only for tokens with logits if not."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]
     found = []

@@ -15,15 +15,15 @@ def no_logits() -> NDArray[np.float32]:
 
 
 def pack_results(results: Sequence[Tensor]) -> Tensor:
-    """The results that the host always needs, as one float32 tensor; float32 holds every id below
-    2^24 exactly.
+    """Return the results that the host always needs, as one float32 tensor. float32 represents
+    every id below 2^24 exactly.
 
     Args:
-        results: Results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
+        results: The results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
 
     Returns:
-        For a draft call, ids and then log-probabilities of the candidates [2 B, n, K]; for a verify
-        call, the most likely tokens [B, R, 1].
+        For a draft call, the ids and then the log-probabilities of the candidates, [2 B, n, K]. For
+        a verify call, the most likely tokens [B, R, 1].
     """
     if len(results) == 2:  # a kernel has packed the results
         return results[1]
@@ -42,8 +42,8 @@ def to_host(tensor: Tensor | None, stream: DeviceStream) -> Tensor | None:
 
 
 def fetch(make: Callable[[], Tensor], stream: DeviceStream) -> NDArray[np.float32]:
-    """Make a float32 tensor in a stream, and copy it to the host; on the CPU the array shares its
-    memory."""
+    """Make a float32 tensor in a stream, and copy it to the host. On the CPU, the array shares the
+    memory of the tensor."""
     with stream.activate():
         tensor = to_host(make(), stream)
     stream.synchronize()

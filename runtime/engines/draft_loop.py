@@ -1,4 +1,4 @@
-"""A chain drafted on a device, without involving the host between steps."""
+"""Draft a chain on a device without involving the host between steps."""
 
 import numpy as np
 import torch
@@ -12,18 +12,19 @@ from eesd.runtime.engines.forward_step import STRIDE, Layer, caches_of
 
 
 class DraftLoop:
-    """A chain that is drafted on the device: each step runs one node, whose token comes from the
-    previous step. The host waits once."""
+    """Drafts a chain on the device. Each step runs one node, whose token comes from the previous
+    step. The host waits only once."""
 
     def __init__(
         self, manifest: Manifest, stage: StageRunner, layer: Layer, slots: int, pool: object
     ) -> None:
-        """Prepare the step, whose attention reads the first ``slots`` slots (0: all). ``pool`` is
-        the memory pool for its CUDA graph; with None, nothing is captured."""
+        """Prepare the step. Its attention reads the first ``slots`` slots, or all slots if
+        ``slots`` is 0. ``pool`` is the memory pool for its CUDA graph. If it is None, nothing is
+        captured."""
         self._stream = stage.stream
         device = stage.stream.device
         pinned = stage.stream.on_gpu
-        # The step's token, position, slot and number, each at the beginning of a row.
+        # The rows begin with the step's token, position, slot and number.
         self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
         self._device_inputs = torch.zeros_like(self._host_inputs, device=device)
         self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()

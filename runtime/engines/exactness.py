@@ -17,21 +17,21 @@ from eesd.runtime.engines.base import Call, Engine, KVCache, Logits
 PROMPT = 40
 CHUNKS = (PROMPT, 16, 7, 1)
 SLOTS = (0, 256, 512)
-"""Cache sizes to reserve; 0 is the size of a new cache."""
+"""The cache sizes to reserve. 0 is the size of a new cache."""
 TREE_NODES = 12
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Result of comparing rows of logits.
+    """The result of comparing rows of logits.
 
     Attributes:
         calls: Number of calls of the engine.
         positions: Number of rows that were compared.
         differing: Number of rows in which a bit differs.
         largest: Largest absolute difference of a logit.
-        kinds: Kinds of variation for which logits differ: ``rows`` (of a call), ``slots`` (of the
-            cache), ``chunks`` (of the prompt), ``threads``.
+        kinds: The kinds of variation for which logits differ. They are ``rows`` (of a call),
+            ``slots`` (of the cache), ``chunks`` (of the prompt), and ``threads``.
     """
 
     calls: int = 0
@@ -41,9 +41,11 @@ class Differences:
     kinds: frozenset[str] = frozenset()
 
     def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
-        """Add the differences between a call's rows [n, V] and n or more expected rows."""
+        """Return these differences together with those between a call's rows [n, V] and the
+        expected rows. There are n or more expected rows."""
         expected = expected[: len(found)]
-        # Compare bits, not values: -0 and 0 are equal values, and NaN equals nothing.
+        # Compare bits and not values, because -0 and 0 are equal values, and NaN does not equal any
+        # value.
         wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)
         largest = float(np.abs(found[wrong] - expected[wrong]).max()) if wrong.any() else 0.0
         return replace(
@@ -102,7 +104,7 @@ class Exactness:
 
         Args:
             engine: A verify engine.
-            progress: Called after each layout of cache and chunks.
+            progress: A function that is called after each layout of cache and chunks.
         """
         kind = "threads"
         for slots, chunk in self._layouts():
@@ -154,7 +156,7 @@ class Exactness:
             )
 
     def _forward(self, engine: Engine, kv_cache: KVCache, rows: int, skip: int = 0) -> Logits:
-        """The logits of ``rows`` tokens after the prompt and ``skip`` further tokens."""
+        """Return the logits of ``rows`` tokens after the prompt and ``skip`` further tokens."""
         first = self._prompt + skip
         stop = self._prompt + skip + rows
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
@@ -192,6 +194,6 @@ class Exactness:
 
 
 def _logits(engine: Engine, call: Call) -> Logits:
-    """A copy of the logits of a call [n, V]."""
+    """Return a copy of the logits [n, V] of a call."""
     logits: Logits = engine.forward([call])[0].logits.copy()
     return logits

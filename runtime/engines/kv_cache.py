@@ -1,4 +1,5 @@
-"""KV caches that grow with the text: the rule of growth, and the cache in host memory."""
+"""KV caches that grow with the text. This module has the rule of growth, and the cache in host
+memory."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ STEP = 128
 
 
 def grown(capacity: int, slots: int, limit: int) -> int:
-    """The new capacity of a cache that needs ``slots`` slots, which is more than its current
+    """Return the new capacity of a cache that needs ``slots`` slots, which is more than its current
     capacity.
 
     Raises:
@@ -30,9 +31,9 @@ def grown(capacity: int, slots: int, limit: int) -> int:
 class HostKVCache:
     """The keys and values of one sequence in host memory, in the form of the exported graphs.
 
-    Slot i holds the i-th token of the sequence; a round's root is in slot w, and the round's
-    drafted nodes follow. The cost of attention depends on S, not on the number of filled slots, so
-    S grows with the text in small steps, up to ``limit``.
+    Slot i is for the i-th token of the sequence. If a round's root is in slot w, the round's
+    drafted nodes are in the slots after w. The cost of attention depends on S, not on the number of
+    filled slots, so S grows with the text in small steps, up to ``limit``.
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.
@@ -68,7 +69,7 @@ class HostKVCache:
         self.clear(0)
 
     def _resize(self, slots: int, used: int) -> None:
-        """Change the number of slots; the first ``used`` slots are kept."""
+        """Change the number of slots. The first ``used`` slots are kept."""
         old = self.data
         self.data = np.zeros((*old.shape[:4], slots, old.shape[5]), np.float32)
         self.data[..., :used, :] = old[..., :used, :]
@@ -84,7 +85,7 @@ class HostKVCache:
         return keys, values
 
     def values(self, start: int, stop: int) -> NDArray[np.float32]:
-        """See :meth:`~eesd.runtime.engines.base.KVCache.values`; the result is a view of the
+        """See :meth:`~eesd.runtime.engines.base.KVCache.values`. The result is a view of the
         memory."""
         return self.data[:, :, 0, :, start:stop]
 

@@ -1,5 +1,5 @@
-"""The library of this project's operators, which ONNX Runtime runs on the CPU in place of standard
-nodes.
+"""The library of this project's operators. On the CPU, ONNX Runtime runs these operators in place
+of standard nodes.
 
 It is built together with the package if there is a C++ compiler (``runtime/operators/``). Without
 the library, or on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's standard operators
@@ -25,20 +25,20 @@ LIBRARY = Path(__file__).with_name(
     "libeesd_operators" + (".dll" if platform.system() == "Windows" else ".so")
 )
 KERNELS = ("avx512", "avx2vnni", "avx2", "i8mm", "neon", "scalar")
-"""Names of kernels, the fastest first."""
+"""The names of kernels, the fastest first."""
 MISSING = (
     "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 "
     "times slower, and in float32."
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
 _making = RLock()
-"""Lock that is held while a session is made, and while kernels are queried. Both set the
-configuration of a session's nodes, which is global to the process."""
+"""The lock that is held while a session is made, and while kernels are queried. Both operations set
+the configuration of a session's nodes, which is global to the process."""
 
 
 @cache
 def _library() -> Any:
-    """The library; None if it is not built, or cannot be loaded on this machine."""
+    """The library, or None if it is not built or cannot be loaded on this machine."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:
@@ -67,16 +67,16 @@ def library() -> ctypes.CDLL:
 
 
 def missing() -> str:
-    """The reason why the operators cannot be used on this machine, in one sentence; "" if they
-    can."""
+    """Return the reason, in one sentence, why the operators cannot be used on this machine. Return
+    "" if they can be used."""
     if _library() is None:
         return f"{MISSING} Remedy: {build_remedy()}."
     return SLOW if fastest() == "scalar" and platform.machine() in ("x86_64", "AMD64") else ""
 
 
 def build_remedy() -> str:
-    """The command that builds the library. It avoids pip's cache, which may have a wheel without
-    the library."""
+    """Return the command that builds the library. The command avoids pip's cache, which may have a
+    wheel without the library."""
     again = ("--force-reinstall", "--no-deps", "--no-cache-dir")
     return f"install a C++ compiler (g++ or clang++), and then run: {pip_install('', *again)}"
 
@@ -131,8 +131,8 @@ def make_session(
         graph: The graph file.
         threads: CPU threads of the session.
         int8_activations: Whether products with levels round activations to 8 bits.
-        kernels: A name in :data:`KERNELS`; "" for the fastest.
-        kv_cache_dtype: Type of the caches that attention reads and writes, in
+        kernels: A name in :data:`KERNELS`, or "" for the fastest kernels.
+        kv_cache_dtype: Type of the caches that attention reads and writes. It is in
             :data:`KV_CACHE_DTYPES`.
 
     Raises:
@@ -156,5 +156,5 @@ def make_session(
 
 
 def buffer(array: NDArray[Any]) -> tuple[Any, ...]:
-    """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
+    """Return the arguments that ``bind_input`` and ``bind_output`` take for an array."""
     return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data

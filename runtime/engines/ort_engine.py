@@ -1,9 +1,9 @@
 """Run the exported graphs with ONNX Runtime's standard operators.
 
-On the CPU this engine serves machines without this project's operators, and is the reference for
-exports and checks: simple, not fast. On a GPU it needs torch, but neither plans nor Triton. This
-engine's calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes to the host
-during a call.
+On the CPU this engine is for machines without this project's operators. It is also the reference
+for exports and checks, so it is simple and not fast. On a GPU it needs torch, but neither plans nor
+Triton. This engine's calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes
+to the host during a call.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ HIDDEN = np.float32(MASKED)
 NARROW = ("float16", "bfloat16")
 """Element types for which these operators are slow."""
 Read = Callable[[Path, ort.SessionOptions], str | bytes]
-"""Returns the graph for a session to load: the file, or a changed graph."""
+"""A function that returns the graph that a session loads. It is the path of the graph's file, or
+the bytes of a changed graph."""
 CPU_PROVIDERS = ["CPUExecutionProvider"]
 ORT_TYPES = {"tensor(float)": "float32"} | {
     f"tensor({name})": name for name in ("int64", "float16", "bfloat16")
 }
-"""Element types, by ONNX Runtime's names."""
+"""The element types for ONNX Runtime's names of types."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
-"""Numbers of element types in ``TensorProto.DataType``. NumPy types are not enough, because NumPy
-has no bfloat16."""
+"""The numbers of element types in ``TensorProto.DataType``. NumPy types are not enough, because
+NumPy does not have bfloat16."""
 LARGEST_FOLDED = "65536"
 """Maximum size, in bytes, of a constant that ONNX Runtime may fold when it loads a graph. A
-transposed weight is larger, so it is not folded: its Transpose becomes part of the MatMul that
-packs the weight, and folding would first write a copy of the weight."""
+transposed weight is larger, so it is not folded. Its Transpose becomes part of the MatMul that
+packs the weight. Folding would first write a copy of the weight."""
 
 
 class OrtEngine:
-    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session on
-    the CPU, in float32.
+    """Runs a graph of an engine directory, or its stages in order, in float32 on the CPU. Each
+    stage has an ONNX Runtime session.
 
     Calls run one after another, each over the cache of its sequence.
 
     The threads of a session spin during a call, in which they wait for each other hundreds of
-    times, and stop spinning at its end. They stop because draft and verify calls alternate: a
+    times, and stop spinning at its end. They stop because draft and verify calls alternate. A
     thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
@@ -78,7 +79,7 @@ class OrtEngine:
             manifest: Its manifest.
             stages: The stages of the verify graph, or the draft graph.
             threads: CPU threads of each session.
-            read: Returns a graph in the form that the session loads.
+            read: A function that returns a graph in the form that the session loads.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs.
@@ -148,7 +149,7 @@ def open_on_cpu(
 def _run_stage(
     graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache
 ) -> list[NDArray[Any]]:
-    """Run a graph with the inputs ``given``. Caches are updated in place; the other outputs are
+    """Run a graph with the inputs ``given``. Caches are updated in place, and the other outputs are
     returned."""
     io_binding = session.io_binding()
     for info in graph.inputs[: -2 * len(graph.caches)]:
@@ -164,7 +165,7 @@ def _run_stage(
 
 
 def _mask(call: Call, slots: int) -> NDArray[np.float32]:
-    """The additive mask [1, 1, n, S] of the slots that each token must not see."""
+    """Return the additive mask [1, 1, n, S] of the slots that each token must not see."""
     at = np.arange(slots)
     count = len(call.tokens)
     if call.tree_mask is None:
@@ -176,7 +177,7 @@ def _mask(call: Call, slots: int) -> NDArray[np.float32]:
 
 
 class OrtStageRunner:
-    """A graph in an ONNX Runtime session, for
+    """Runs a graph in an ONNX Runtime session for a
     :class:`~eesd.runtime.engines.device_engine.DeviceEngine`."""
 
     capturable = False
@@ -226,7 +227,7 @@ def open_on_device(
         threads: CPU threads of each session.
         draft: Whether to load the draft engine.
         device: Device to run on; see :func:`~eesd.runtime.engines.device.device_streams`.
-        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`; for GPUs.
+        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`. It only matters on GPUs.
 
     Returns:
         The verify engine and the draft engine.
@@ -310,8 +311,8 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # Turn levels into float32 when the graph is loaded: with MatMulNBits, a row's bits depend
-        # on whether the call has other rows
+        # Turn levels into float32 when the graph is loaded. With MatMulNBits, a row's bits would
+        # depend on whether the call has other rows
         # (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
@@ -327,7 +328,7 @@ def _host(kv_cache: KVCache) -> HostKVCache:
 
 
 def _tensor_buffer(tensor: Tensor) -> tuple[Any, ...]:
-    """The arguments that ``bind_input`` and ``bind_output`` take for a tensor."""
+    """Return the arguments that ``bind_input`` and ``bind_output`` take for a tensor."""
     device = tensor.device
     dtype = str(tensor.dtype).removeprefix("torch.")
     return device.type, device.index or 0, ONNX_TYPES[dtype], list(tensor.shape), tensor.data_ptr()

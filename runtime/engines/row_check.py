@@ -9,11 +9,11 @@ from eesd.runtime.engines.base import Call, Engine, KVCache
 
 PROMPTS = (9, 1, 23)
 NODES = (1, 3)
-"""Number of tokens of each row's prompt, and numbers of nodes of the rows' calls."""
+"""The number of tokens of each row's prompt, and the numbers of nodes of the rows' calls."""
 
 
 def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
-    """Compare calls over several rows with calls over each row alone. Takes a dozen calls.
+    """Compare calls over several rows with calls over each row alone. This takes a dozen calls.
 
     A kernel may add numbers in an order that depends on the size of a call. The known kernels do
     not (docs/decisions/0058-rows-do-not-depend-on-each-other.md), but other processors have other
@@ -21,8 +21,8 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
 
     Args:
         engine: The verify engine.
-        kv_caches: Caches of all rows of a batch, not used by any text. Their contents are
-            overwritten.
+        kv_caches: The caches of all rows of a batch. No text may use them, because their contents
+            are overwritten.
 
     Raises:
         EESDError: A bit differs.

@@ -1,13 +1,14 @@
-"""Engines whose weights are split over processes: rank 0 decodes, and the other ranks follow.
+"""Engines whose weights are split over several processes. Rank 0 decodes, and the other ranks
+follow.
 
 The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
 engines and caches, each for its part of the model. Rank 0 sends each method call to the other
-ranks, which make the same call. Only rank 0 has samplers, controllers and texts, so ranks need no
-common clock.
+ranks, which make the same call. Only rank 0 has samplers, controllers and texts, so the ranks do
+not need a common clock.
 
-All data goes through ``torch.distributed``: sums on GPUs through NCCL, all other data between pairs
-of ranks through gloo. Gloo's collectives are not used: their threads free Python's tensors some
-time after a call. If Python has begun to exit by then, C++ aborts the process.
+All data goes through ``torch.distributed``. Sums on GPUs use NCCL. All other data goes between
+pairs of ranks and uses gloo. Gloo's collectives are not used, because their threads free Python's
+tensors some time after a call. If Python has begun to exit by then, C++ aborts the process.
 """
 
 import atexit
@@ -40,28 +41,29 @@ from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
 
 PATIENCE = timedelta(minutes=10)
-"""Time within which all ranks must start."""
+"""All ranks must start within this time."""
 FOREVER = timedelta(days=3650)
 LEAVING = 60.0
 """Seconds that rank 0 waits for the other ranks to end."""
 FIRST = 4096
-"""Number of bytes of an order's first message. The whole order fits into it, unless the order has a
-long prompt, or keys and values."""
+"""Number of bytes of an order's first message. The whole order fits into this message, unless the
+order has a long prompt or keys and values."""
 ORDERS, PARTS = range(2)
-"""Tags of messages."""
+"""The tags of messages."""
 NUMPY = "numpy._core.multiarray"
 READ = {
     *((NUMPY, "_reconstruct"), (NUMPY, "scalar"), ("numpy", "ndarray"), ("numpy", "dtype")),
     *(("builtins", "range"), (Call.__module__, "Call")),
 }
-"""Types that an order may contain, in addition to Python's lists, tuples, strings and numbers."""
+"""The types that an order may contain, in addition to Python's lists, tuples, strings and
+numbers."""
 TOLD = {"forward"}
 """Methods that rank 0 may order other ranks to call."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One of the ranks that share a model: tensor parallelism (Shoeybi et al. 2019, arXiv
+    """One of the ranks that share a model by tensor parallelism (Shoeybi et al. 2019, arXiv
     1909.08053).
 
     Each rank has some heads of every attention layer and some columns of every MLP or expert, with
@@ -80,7 +82,8 @@ class Split:
     add: Add
 
     def ranges(self, sizes: Sequence[int]) -> list[slice]:
-        """This rank's share of each of several consecutive ranges, whose sizes are given."""
+        """Return this rank's share of each of several consecutive ranges. ``sizes`` has the sizes
+        of the ranges."""
         rank = self.rank
         ranks = self.ranks
         begins = accumulate(sizes, initial=0)
@@ -137,7 +140,7 @@ class Team:
         return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """The arrays of all ranks. They must have the same shape."""
+        """Gather the arrays of all ranks. They must have the same shape."""
         return [
             part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))
         ]
@@ -151,8 +154,8 @@ class Team:
         return found
 
     def number(self, shared: "TeamEngine | TeamCache") -> int:
-        """The number of an engine or a cache, the same on all ranks. Rank 0 announces when the
-        object is no longer needed."""
+        """Return the number of an engine or a cache. It is the same on all ranks. Rank 0 announces
+        when the object is no longer needed."""
         number = next(self._numbers)
         if self.rank:
             self._shared[number] = shared
@@ -201,7 +204,7 @@ class Team:
             raise
 
     def watch(self) -> None:
-        """From now on, end this process when another process ends, because a sum that needs both
+        """From now on, end this process when another process ends. A sum that needs both processes
         would wait forever."""
         for other in [0] if self.rank else self._others:
             self._watches.append(
@@ -218,7 +221,7 @@ class Team:
             self._end(other)
 
     def leave(self) -> None:
-        """On rank 0, end the other processes with exit code 0, whatever they are doing, and wait
+        """On rank 0, end the other processes with exit code 0, whatever they are doing. Then wait
         until they have ended."""
         self._leaving = True
         for other in self._others:
@@ -252,8 +255,8 @@ class Team:
 
 
 def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
-    """Wait for a message. The message is never None: torch returns None only to processes outside
-    the group."""
+    """Wait for a message. The message is never None, because torch returns None only to processes
+    outside the group."""
     assert message is not None
     message.wait(longest)
 
@@ -384,7 +387,8 @@ def _own(kv_cache: KVCache) -> DeviceKVCache:
 def lead(
     team: Team, verify: DeviceEngine, draft: DeviceEngine | None
 ) -> tuple[TeamEngine, TeamEngine | None]:
-    """Rank 0's engines. When its process ends, the other processes end, too."""
+    """Provide the engines of rank 0. When the process of rank 0 ends, the other processes end,
+    too."""
     team.watch()
     atexit.register(team.leave)
     return TeamEngine(team, verify), None if draft is None else TeamEngine(team, draft)
@@ -393,8 +397,8 @@ def lead(
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
     """Follow the orders of rank 0. When rank 0 ends, this process ends, too.
 
-    This process ignores signals: torchrun and terminals send them to all ranks, but rank 0 may have
-    work to finish.
+    This process ignores signals, because torchrun and terminals send them to all ranks, but rank 0
+    may have work to finish.
     """
     with suppress(ValueError):  # only the main thread may set handlers
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the element type of
-the engine directory."""
+"""The torch engine runs the modules of ``model/`` on the CPU or on GPUs, in the element type of the
+engine directory."""
 
 import os
 from functools import partial
@@ -34,7 +34,7 @@ the same bits in every call. This is not enough on processors with AMX, where ``
 
 
 class TorchStageRunner:
-    """A torch module with its weights and rotary tables [S, D/2] on a device."""
+    """Runs a torch module with its weights and rotary tables [S, D/2] on a device."""
 
     capturable = True
 
@@ -96,8 +96,8 @@ def open_torch(
             process.
         draft: Whether to load the draft engine.
         device: Device to run on; see :func:`~eesd.runtime.engines.device.device_streams`.
-        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`; for GPUs.
-        split: The part of the weights that this process has; None for all weights.
+        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`. It only matters on GPUs.
+        split: The part of the weights that this process has, or None for all weights.
         kernels: See :func:`~eesd.runtime.engines.torch_weights.load_modules`.
 
     Returns:
@@ -154,8 +154,8 @@ def open_torch(
 
 
 def has_equal_rows(verify: DeviceEngine) -> bool:
-    """Whether, for each smaller bucket, a call of only a round's last nodes gives the same bits as
-    a call of all nodes."""
+    """Return whether smaller calls give the same bits. For each smaller bucket, a call of only the
+    last nodes of a round is compared with a call of all nodes."""
     [kv_cache] = verify.new_kv_caches()
     count = verify.manifest.max_tree_nodes + 1
     tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]
@@ -177,8 +177,8 @@ def has_equal_rows(verify: DeviceEngine) -> bool:
 def open_team(
     directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
 ) -> tuple[TeamEngine, TeamEngine | None]:
-    """Load this rank's part of the weights, in one of several processes started together. Only rank
-    0 returns.
+    """Load this rank's part of the weights. Several processes, which were started together, call
+    this function. Only rank 0 returns.
 
     If there are GPUs, each rank takes the GPU with its number on its machine. Arguments and errors
     are those of :func:`open_torch`; it is also an error if there are fewer GPUs than ranks.
@@ -192,7 +192,7 @@ def open_team(
                 f"Rank {local} of this machine has no GPU, as torch sees "
                 f"{torch.cuda.device_count()}; start fewer."
             )
-    manifest.on_rank(ranks())  # raises before ranks connect
+    manifest.on_rank(ranks())  # this raises its errors before the ranks connect
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
     if team.rank:
