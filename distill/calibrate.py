@@ -57,8 +57,8 @@ def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
     Returns:
         The labelled tokens of each score. For ``accept``, they are the drafted tokens up to the
         first rejected token, and the label is whether the token was accepted. For ``following``,
-        they are the accepted tokens that such a token follows, and the label is whether the next
-        token was accepted.
+        they are the same tokens without the last one, and the label is whether the next token was
+        accepted.
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []

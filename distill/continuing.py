@@ -1,8 +1,8 @@
 """Continue prompts in the rows of a batch. When a text ends, its row takes the next prompt.
 
-Each text has separate random numbers. It therefore depends neither on the number of rows nor on its
-row. Tokens are chosen on the device of the logits, so a GPU sends the host only tokens, and no
-logits.
+Each text has separate random numbers. The text therefore depends neither on the number of rows nor
+on its row. Tokens are chosen on the device of the logits, so a GPU sends the host only tokens, and
+no logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -270,7 +270,7 @@ def chosen_tokens(
     logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> list[int]:
     """Choose a token for each row [B] from logits [B, V]. At temperature 0, it is the most likely
-    token. At other temperatures, it is a sample, which inverts the cumulative distribution at a
+    token. At other temperatures, it is sampled by inverting the cumulative distribution at a
     uniform random number (one for each row)."""
     best = logits.argmax(-1)
     warm = [row for row, temperature in enumerate(temperatures) if temperature]

@@ -95,7 +95,7 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
         length: Number of training positions in a row.
 
     Returns:
-        The windows, all primary. The last window of a document is dropped if it has fewer than
+        The windows as primary rows. The last window of a document is dropped if it has fewer than
         ``MIN_TOKENS`` tokens, unless it fills a row.
     """
     tokens = []
@@ -136,7 +136,7 @@ def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, l
         length: Number of training positions in a row.
 
     Returns:
-        The rows, all primary.
+        The rows, all of which are primary.
 
     Raises:
         EESDError: A file cannot be read, no text is long enough, or a token is not in the

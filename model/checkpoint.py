@@ -73,9 +73,10 @@ class Checkpoint:
 
     def _tie(self) -> bool:
         """Whether the embeddings and the LM head are one tensor according to the config. If only
-        one tensor is stored, it is used for both.
+        one of the two tensors is stored, it is used in both places.
 
-        If both are stored and differ, the config is wrong. Then both are used, as in transformers.
+        If two different tensors are stored, the config is wrong. Both tensors are then used, as in
+        transformers.
         """
         table = self.tensors.get(EMBEDDINGS)
         head = self.tensors.get(LM_HEAD)
