@@ -51,7 +51,7 @@ def test_the_file_of_the_installed_library_is_current() -> None:
 
 
 def offered(cls: type) -> Iterator[tuple[str, Any]]:
-    """Returns the public members of a class of the fake."""
+    """Yields the public members of a class of the fake."""
     for name, member in vars(cls).items():
         if not name.startswith("_"):
             yield name, member

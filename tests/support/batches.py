@@ -1,4 +1,4 @@
-"""Requests for a batch, and their results without one."""
+"""Requests for a batch, and the results of these requests without a batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,8 +44,8 @@ class Record:
 
 
 def alone(llm: LLM, request: Request) -> list[int]:
-    """The request's tokens without a batch. With rejection sampling, they depend on the draft
-    lengths."""
+    """Returns the request's tokens without a batch. With rejection sampling, they depend on the
+    draft lengths."""
     rejection = request.sampling.method == "rejection" and request.draft
     other = llm.with_speculation(Speculation(guard=False, drafter="exit") if rejection else None)
     completion = other.generate(
@@ -59,7 +59,8 @@ def alone(llm: LLM, request: Request) -> list[int]:
 
 
 def requests(count: int, seed: int = 0) -> Iterator[Request]:
-    """Short and long prompts, some with a common beginning, with every kind of sampling."""
+    """Yields requests with every kind of sampling. Their prompts are short or long, and some
+    prompts have a common beginning."""
     random = np.random.default_rng(seed)
     shared = random.integers(0, 97, 80).tolist()
     for number in range(count):
@@ -74,7 +75,7 @@ def requests(count: int, seed: int = 0) -> Iterator[Request]:
 
 
 def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[Record]:
-    """Run requests, a new one at each ``every``-th step."""
+    """Run requests. A new request begins at each ``every``-th step."""
     records = [Record() for _ in given]
     waiting = [Generation(request, record) for request, record in zip(given, records, strict=True)]
     steps = 0
@@ -89,8 +90,8 @@ def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[
 
 
 def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[Any], list[Any]]:
-    """Log-probabilities of the tokens (sorted) and of the prompts of two requests, in a batch of
-    ``rows`` rows."""
+    """Returns the log-probabilities of the tokens (sorted) and of the prompts of two requests,
+    which run in a batch of ``rows`` rows."""
     base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
     given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
     options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
@@ -104,8 +105,8 @@ def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[
 
 
 def arrive_at_random(llm: LLM, count: int) -> list[Record]:
-    """Requests arrive and are cancelled at random, with little memory, so that they wait for rows
-    and for memory.
+    """Run requests that arrive and are cancelled at random. There is little memory, so the
+    requests wait for rows and for memory.
 
     Each request gets the tokens that it gets without a batch, or a prefix of them.
     """

@@ -43,15 +43,15 @@ def with_turns(directory: Path, copy: Path) -> Path:
 def recorded(
     llm: LLM, prompt: Prompt, sampling: Sampling, count: int, reference: LogitRecord | None = None
 ) -> LogitRecord:
-    """The tokens and logits of a generation, compared with a reference."""
+    """Returns the tokens and logits of a generation, which are compared with a reference."""
     llm.observer = record = LogitRecord(reference)
     llm.generate(prompt, sampling, max_new_tokens=count, ignore_eos=True)
     return record
 
 
 def assert_lossless(directory: Path, texts: list[str], sampling: Sampling, count: int) -> None:
-    """Drafting changes no token, and chains change no bit of a logit. On ONNX Runtime's operators,
-    trees round differently.
+    """Check that drafting changes no token, and that chains change no bit of a logit. With ONNX
+    Runtime's operators, trees round differently.
 
     Each text is drafted with all other configurations in turn.
     """

@@ -1,5 +1,5 @@
-"""Rules for calls to TensorRT and CUDA that hardware does not enforce, checked on the log of a
-``fake_cuda.Machine``."""
+"""Rules for calls to TensorRT and CUDA that hardware does not enforce. They are checked in the log
+of a ``fake_cuda.Machine``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from support.fake_cuda import Call, Machine
 CHANGES = ("profile", "shape", "address", "memory")
 """Calls that change the work of an execution context."""
 FORBIDDEN = ("context", "destroy", "load", "allocate", "pin", "synchronize", *CHANGES)
-"""Calls that allocate, free or wait, which invalidates a capture, and calls that a capture would
-not repeat."""
+"""Calls that are forbidden during a capture. Some allocate, free or wait, which invalidates the
+capture. The others would not be repeated by it."""
 
 
 def violations(machine: Machine) -> list[str]:
-    """Sentences that name the rules broken in the log."""
+    """Returns sentences that name the rules that are broken in the log."""
     log = machine.log
     found = [f"{call.name} while work is captured" for call in log if _is_forbidden(call)]
     found += [
@@ -34,8 +34,8 @@ def _is_forbidden(call: Call) -> bool:
 
 
 def _is_elsewhere(machine: Machine, call: Call) -> bool:
-    """Whether a context is created or used outside its engine's device or in a stream of another
-    device."""
+    """Returns whether a context is created or used outside its engine's device, or in a stream of
+    another device."""
     if call.of < 0 or call.name == "destroy":
         return False
     if call.stream is not None and machine.streams[call.stream].device_index != call.of:
@@ -44,7 +44,8 @@ def _is_elsewhere(machine: Machine, call: Call) -> bool:
 
 
 def _out_of_order(log: Sequence[Call]) -> list[str]:
-    """Contexts that were captured before they ran, or changed after their capture."""
+    """Returns a sentence for each context that was captured before it ran, or that changed after
+    its capture."""
     found = []
     ran = set()
     captured = set()
@@ -61,8 +62,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """Counts: waits of the host, work of engines that it launches as a graph, and work that it
-    launches as a call."""
+    """Counts of three kinds of events. The host waits, it launches work of engines as a graph, or
+    it launches work as a call."""
 
     waits: int
     replays: int
@@ -70,6 +71,6 @@ class Figures(NamedTuple):
 
 
 def figures(log: Sequence[Call]) -> Figures:
-    """The figures of a part of a log, such as one round."""
+    """Returns the figures of a part of a log, such as one round."""
     counts = Counter(call.name for call in log)
     return Figures(counts["synchronize"], counts["replay"], counts["execute"])

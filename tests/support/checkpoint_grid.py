@@ -21,7 +21,8 @@ INNER = 40
 VOCABULARY = 61
 POSITIONS = 96
 ORIGINAL = 24
-"""Number of original positions in configurations with scaling. Texts of the tests are longer."""
+"""The number of original positions in configurations with scaling. The texts of the tests are
+longer."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONG_FACTORS = [1.0 + i for i in range(8)]
 
@@ -121,8 +122,8 @@ class Case:
         family: The ``model_type``.
         config: The ``config.json``.
         dtype: Type of the weights.
-        tie: Storage of embeddings and LM head, one of :data:`TIES`.
-        files: Storage of the weights, one of :data:`FILES`.
+        tie: How the embeddings and the LM head are stored (one of :data:`TIES`).
+        files: How the weights are stored (one of :data:`FILES`).
         odd_tensors: Whether there are tensors unknown to the architecture, including an integer
             tensor.
         seed: Seed of the weights.
@@ -153,7 +154,7 @@ class Case:
         names = sorted(tensors)
         shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
         for file, part in shards.items():
-            # The shards have other values, so reading them would give another model.
+            # The shards have other values, so a reader of the shards would get another model.
             changed = 1.25 if self.files != "sharded" else 1.0
             save_file(
                 {name: _scaled(tensors[name], changed) for name in part},
@@ -233,7 +234,8 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """``count`` random cases with a few variations each, so that most of them can be exported."""
+    """Yields ``count`` random cases. Each case has only a few variations, so that most cases can be
+    exported."""
     for number in range(count):
         yield _case(random.Random(f"{seed}-{number}"), number)
 

@@ -1,4 +1,4 @@
-"""Commands run in this process, and checks of their refusals."""
+"""Runs commands in this process, and checks how they refuse bad input."""
 
 import json
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 def notice() -> str:
-    """The first line of commands on stderr if the operators are not built. Tests in this process
-    find it in their log."""
+    """Returns the first line that commands print on stderr if the operators are not built. Tests in
+    this process find this line in their log."""
     return f"{operators.missing()}\n" if operators.missing() else ""
 
 
@@ -61,9 +61,9 @@ def assert_one_line(stderr: str, *words: str) -> None:
 
 
 def export_engine(model: Path, output: Path, *options: object) -> Path:
-    """``eesd-export`` with an exit after the first layer, unless ``options`` have --exit-head.
+    """Run ``eesd-export`` with an exit after the first layer, unless ``options`` have --exit-head.
 
-    The check of the graphs takes most of the time: pass --check only to test it.
+    The check of the graphs takes most of the time, so pass --check only to test it.
     """
     exits = () if "--exit-head" in options else ("--exit-layer", 1)
     succeed(export_main, "--model", model, "--output", output, *exits, "--no-check", *options)
@@ -71,8 +71,8 @@ def export_engine(model: Path, output: Path, *options: object) -> Path:
 
 
 def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
-    """Give a model of 97 tokens a tokenizer: three special tokens, and one for each character from
-    blank to right brace."""
+    """Add a tokenizer to a model of 97 tokens. It has three special tokens, and a token for each
+    character from the blank to the right brace."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 126))])}
     tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -85,17 +85,17 @@ def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
 
 
 def listing(directory: Path) -> Sequence[str]:
-    """Names of everything in a directory, including hidden leftovers."""
+    """Returns the names of everything in a directory, including hidden leftovers."""
     return sorted(path.name for path in directory.iterdir())
 
 
 def exported_files(directory: Path) -> Sequence[str]:
-    """Names of everything in an engine directory except packed weights."""
+    """Returns the names of everything in an engine directory except packed weights."""
     return [name for name in listing(directory) if not name.startswith("cpu-")]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """The content of every file below a directory."""
+    """Returns the content of every file below a directory."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
@@ -104,8 +104,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def slow_but(cases: Sequence[Any], *quick: Any) -> list[Any]:
-    """Parameters of which only ``quick`` run in ``make test``; the rest run in
-    ``make test-slow``."""
+    """Returns parameters for a test. Only the ``quick`` parameters run in ``make test``, and the
+    others run in ``make test-slow``."""
     assert set(quick) <= set(cases)
     marked = []
     for case in cases:

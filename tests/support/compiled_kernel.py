@@ -31,7 +31,7 @@ TYPES = {
 
 
 def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[str, Any]:
-    """Bytes of shared memory, and the kinds of tensor core products with their counts."""
+    """Returns the bytes of shared memory, and the number of tensor core products of each kind."""
     constants = constants | {
         "GROUPS": groups,
         "PANEL": PANEL,
@@ -64,7 +64,8 @@ def made_of(
     capability: int,
     **options: Any,
 ) -> Any:
-    """A kernel compiled for a GPU. ``odd`` arguments need not be multiples of 16."""
+    """Returns a kernel that is compiled for a GPU. ``odd`` arguments need not be multiples of
+    16."""
     names = function.arg_names
     types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = [name for name in names if name not in constants and name not in odd]

@@ -1,10 +1,10 @@
-"""The size of the project, in five parts. ``make lint`` runs this file, and fails if a part exceeds
-its budget.
+"""Counts the size of five parts of the project. ``make lint`` runs this file, and fails if a part
+exceeds its budget.
 
 The unit is the statement, so comments, docstrings and layout do not count. The core is everything
-that ``runtime.llm`` and the batch import, directly or indirectly: the files on a request's way from
-prompt to tokens. The budgets only fall: a change that adds statements removes the same number
-elsewhere.
+that ``runtime.llm`` and the batch import, directly or indirectly. These are the files on a
+request's way from the prompt to the tokens. The budgets only fall. A change that adds statements
+therefore removes the same number elsewhere.
 """
 
 import ast
@@ -28,8 +28,8 @@ DEVICES = (
 CPU = tuple(
     f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cpu_engine", "operators")
 )
-"""The CPU backend's Python modules in the runtime. Its operators are in C++; ``export/cpu`` builds
-for them."""
+"""The CPU backend's Python modules in the runtime. Its operators are in C++, and ``export/cpu``
+builds directories for them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
     "core": (4880, 43),
@@ -38,16 +38,17 @@ BUDGETS = {
     "Python outside tests": (26452, 290),
     "tests": (24515, 177),
 }
-"""Largest numbers of statements and files."""
+"""The largest allowed numbers of statements and files."""
 NOT_CODE = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | (?<![0-9a-fA-F])'(?:\\.|[^'\\])+' | "(?:\\.|[^"\\])*" """,
     re.S | re.X,
 )
-"""C++ comments, character literals and string literals. A quote after a digit separates digits."""
+"""Matches C++ comments, character literals and string literals. A quote after a digit only
+separates digits."""
 
 
 def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
-    """Numbers of statements and files of each part."""
+    """Returns the numbers of statements and files of each part."""
     edges = graph(package)
     files = dict(modules(package))
 
@@ -75,8 +76,8 @@ def _size(paths: Iterable[Path]) -> tuple[int, int]:
 
 
 def statements(path: Path) -> int:
-    """Statements of a file: for C++, semicolons outside parentheses; for Python, statements without
-    docstrings."""
+    """Returns the number of statements of a file. In C++, the semicolons outside parentheses are
+    counted. In Python, all statements except docstrings are counted."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]

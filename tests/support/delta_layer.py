@@ -18,7 +18,8 @@ Floats = NDArray[np.float32]
 
 
 class Layer:
-    """Two nodes for one layer, as in the verify and draft graphs, and caches for them."""
+    """Two nodes for the same layer, as in the verify and draft graphs, and the caches of these
+    nodes."""
 
     def __init__(self, path: Path, sizes: tuple[int, ...], kernels: str) -> None:
         random = np.random.default_rng(sum(sizes))
@@ -76,8 +77,8 @@ class Layer:
         verify: bool = True,
         context: int = -1,
     ) -> Floats:
-        """Run tokens in the slots from ``first`` on: as a chain or, with ``paths``, as nodes that
-        see these slots after a context."""
+        """Run tokens in the slots from ``first`` on. They run as a chain. If there are ``paths``,
+        they run as nodes that see these slots after a context."""
         count = len(x)
         rows = np.zeros((count, 5), np.int64)
         rows[:, 0] = cache.ctypes.data
@@ -112,7 +113,7 @@ def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
     wrong = layer.tokens(8, 3)
     root = 69
     for accepted, tree in ((0, False), (2, False), (3, True), (1, True), (0, True), (2, False)):
-        if tree:  # two children of the root and two of the second child; wrong ones come first
+        if tree:  # the root and its second child have two children each, the wrong child first
             drafted = np.stack([wrong[0], text[root + 1], wrong[1], text[root + 2]])
             paths = [[1], [2], [2, 3], [2, 4]]
             order = [2, 4]
@@ -128,7 +129,7 @@ def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
         wanted = [
             layer.rule.outputs(np.concatenate((text[:root], whole[path])))[-1] for path in paths
         ]
-        # The draft, level by level; its inputs differ from those of the verify pass.
+        # The draft runs level by level. Its inputs differ from the inputs of the verify pass.
         done = 0
         for level in sorted({len(path) for path in paths}):
             stop = max(at for at, path in enumerate(paths) if len(path) == level) + 1

@@ -46,8 +46,8 @@ SMALL: tuple[object, ...] = (
 
 
 def build(directory: Path) -> tuple[Path, Path]:
-    """Build a model whose untrained head is mostly wrong, and 256 rows of its output, half of them
-    greedy."""
+    """Build a model whose untrained head is mostly wrong, and 256 rows of the model's output. Half
+    of the rows are greedy."""
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
@@ -84,10 +84,10 @@ def end_at(line: str, number: signal.Signals, arguments: Sequence[object]) -> in
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """All lines of ``metrics.jsonl``."""
+    """Returns all lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_losses(output: Path) -> dict[int, float]:
-    """The loss of each logged step."""
+    """Returns the loss of each logged step."""
     return {line["step"]: line["loss"] for line in read_metrics(output) if "loss" in line}

@@ -30,7 +30,7 @@ PROMPT = [1, 17, 5, 40, 3, 88, 61]
 def trained_head(
     model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1
 ) -> Path:
-    """Write a random exit head for the model, marked as trained."""
+    """Write a random exit head for the model. The head is marked as trained."""
     checkpoint = Checkpoint(model)
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
     head = make_initial_head(checkpoint, config)
@@ -45,8 +45,8 @@ def graph_of(directory: Path, name: str) -> ModelProto:
 
 
 def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
-    """(offset, length) of every tensor in ``weights.bin``, and of the draft vocabulary in its
-    file."""
+    """Returns the (offset, length) of every tensor in ``weights.bin``, and of the draft vocabulary
+    in its file."""
     external = [
         tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL
     ]
@@ -82,7 +82,7 @@ def assert_weights_match_manifest(directory: Path) -> None:
 def logits_of(
     directory: Path, backend: str, activations: str | None = None
 ) -> list[NDArray[np.float32]]:
-    """The logits of a prompt, of a verify pass over one token, and of a draft step."""
+    """Returns the logits of a prompt, of a verify pass over one token, and of a draft step."""
     engines = open_engines(
         directory,
         load_manifest(directory),
@@ -119,7 +119,8 @@ def record(directory: Path, name: str) -> None:
 
 
 def recorded(damage: Damage) -> Damage:
-    """The same damage, but with size and hashes of the damaged file recorded in the manifest."""
+    """Returns a function that does the same damage, and then records the size and the hashes of the
+    damaged file in the manifest."""
 
     def change(directory: Path) -> None:
         damage(directory)

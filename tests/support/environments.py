@@ -1,7 +1,7 @@
-"""Environments for packages that conflict with this project's.
-``python tests/support/environments.py NAME`` makes one.
+"""Makes environments for packages that conflict with the packages of this project. ``python
+tests/support/environments.py NAME`` makes one environment.
 
-Each is a virtual environment ``build/environments/NAME`` with the packages of
+Each environment is a virtual environment ``build/environments/NAME`` with the packages of
 ``tests/environments/NAME.txt``. It finds the code of this checkout by a ``.pth`` file, because
 Triton's stub does not read ``PYTHONPATH``.
 """
@@ -22,8 +22,8 @@ class Unavailable(Exception):
 
 
 def make(name: str) -> Path:
-    """The Python of an environment. The environment is made if it is missing or its list of
-    packages has changed.
+    """Returns the Python interpreter of an environment. The environment is made if it is missing or
+    its list of packages has changed.
 
     Raises:
         Unavailable: Its packages cannot be installed.
@@ -56,7 +56,7 @@ def make(name: str) -> Path:
 
 
 def make_npm(name: str) -> Path:
-    """A directory with exactly the npm packages that are listed in
+    """Returns a directory with exactly the npm packages that are listed in
     ``tests/environments/NAME/package-lock.json``.
 
     Raises:
@@ -94,8 +94,8 @@ def site_packages(python: Path) -> Path:
 
 
 def variables(python: Path, **more: str) -> dict[str, str]:
-    """Variables with which a process, and Python inside it, uses only the packages of an
-    environment."""
+    """Returns environment variables. With these variables, a process and the Python inside it use
+    only the packages of an environment."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""A fake machine with GPUs: streams that run late, CUDA graphs, and memory that is reused.
+"""A fake machine with GPUs. It has streams that run late, CUDA graphs, and memory that is reused.
 
 It answers the runtime's calls to ``torch.cuda``, so tests run the same code as a GPU does.
 
@@ -12,10 +12,12 @@ It answers the runtime's calls to ``torch.cuda``, so tests run the same code as 
 ``device_tensors.py`` has the tensors on the devices. Calls are written to a log, which
 ``call_rules.py`` checks.
 
-Threads take turns (``turns.py``). Each has its current device and streams, and its capture.
+Threads take turns (``turns.py``). Each thread has its own current device, its own streams and its
+own capture.
 
-Not covered are captures that several streams join, the order of kernels within one pass of an
-engine, and the waits of CUDA's default stream. Here it is a stream like all others.
+The fake does not cover captures that several streams join, the order of kernels within one pass of
+an engine, and the waits of CUDA's default stream. Here the default stream is a stream like all
+others.
 """
 
 import gc
@@ -38,11 +40,11 @@ from torch import Tensor
 from support.turns import Turns
 
 GARBAGE = 0xFF
-"""Fills memory with undefined content: NaN, or -1."""
+"""Fills memory with undefined content, which reads as NaN or -1."""
 ALIGNMENT = 512
-"""Alignment of torch's allocator, in bytes."""
+"""The alignment of torch's allocator in bytes."""
 REUSE = 0.6
-"""Chance that an allocation gets freed memory of its size, if there is any."""
+"""The chance that an allocation gets freed memory of its size if there is any."""
 Work = Callable[[], object]
 
 
@@ -52,10 +54,10 @@ class Call(NamedTuple):
     Attributes:
         name: Name of the call.
         device: The current device.
-        stream: Handle of the call's stream; None without one.
+        stream: Handle of the call's stream, or None if the call has no stream.
         capturing: Whether work was being captured.
         collector: Whether Python's garbage collector was on.
-        subject: Number of the context or graph of the call; 0 without one.
+        subject: Number of the context or graph of the call, or 0 if there is none.
         of: Device of a context's engine.
     """
 
@@ -113,8 +115,8 @@ class Stream:
 
 @dataclass(eq=False)
 class Graph:
-    """A ``torch.cuda.CUDAGraph``: the captured work, with the host memory that each piece
-    writes."""
+    """Replaces ``torch.cuda.CUDAGraph``. It has the captured work, and the host memory that each
+    piece of work writes."""
 
     machine: "Machine"
     number: int
@@ -159,7 +161,8 @@ class Arena:
         self._free: dict[tuple[Any, int], list[int]] = {}
 
     def take(self, size: int, owner: Any, order: random.Random) -> tuple[int, int]:
-        """Offset and rounded size of free memory: new, or freed by ``owner``."""
+        """Returns the offset and the rounded size of free memory. The memory is new, or ``owner``
+        has freed it."""
         size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
         unused = self._free.get((owner, size))
         if unused and order.random() < REUSE:
@@ -172,14 +175,15 @@ class Arena:
         self._free.setdefault((owner, size), []).append(offset)
 
     def view(self, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        """Memory as a tensor that does not keep it allocated."""
+        """Returns memory as a tensor that does not keep the memory allocated."""
         if dtype not in self._views:
             self._views[dtype] = self.bytes.view(dtype)
         return self._views[dtype].as_strided(shape, stride, offset // dtype.itemsize)
 
 
 class _Thread(threading.local):
-    """State of each thread: its device, the stream of each device, and its capture."""
+    """The state of each thread, which consists of its device, the stream of each device, and its
+    capture."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.device = 0
@@ -193,12 +197,12 @@ class Machine:
     Attributes:
         own: State of the calling thread.
         captures: Unfinished captures of all threads.
-        turns: May switch threads at every call; None with one thread.
+        turns: May switch threads at every call. None if there is only one thread.
         log: All calls, in order.
-        eagerness: Chance that a call of the host advances a queue. At 0, work is done only when the
-            host waits for it. Set by tests.
+        eagerness: Chance that a call of the host advances a queue. If it is 0, work is done only
+            when the host waits for it. Set by tests.
         loyalty: Chance that the stream for which the host waits runs first, if it can.
-        breaking: Number of captured pieces of work before one fails; None if no piece fails.
+        breaking: Number of captured pieces of work before a piece fails, or None if no piece fails.
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
@@ -241,7 +245,7 @@ class Machine:
         )
 
     def number(self) -> int:
-        """A number for an object in the log."""
+        """Returns a number for an object in the log."""
         return next(self._numbers)
 
     # Streams
@@ -293,7 +297,7 @@ class Machine:
 
     def step(self, streams: Sequence[Stream] | None = None) -> bool:
         """Do the next piece of work of one of ``streams``, or of any stream. Returns whether there
-        was a piece."""
+        was a piece of work."""
         found = [
             stream
             for stream in streams or self.streams.values()
@@ -312,7 +316,7 @@ class Machine:
             assert self.step([stream] if loyal else None), "streams wait for each other"
 
     def join(self, stream: Stream, other: Stream) -> None:
-        """``stream`` continues after ``other`` has done its work so far."""
+        """Let ``stream`` continue only after ``other`` has done the work that it has so far."""
         if self.joins and stream is not other:
             event = Event()
             other.record_event(event)
@@ -324,8 +328,8 @@ class Machine:
     def capture(
         self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """Like ``torch.cuda.graph``: work that fails ends the capture, and its pool cannot be
-        reused."""
+        """Capture work as ``torch.cuda.graph`` does. If work fails, the capture ends, and its pool
+        cannot be reused."""
         assert capture_error_mode == "thread_local"
         if self.captures:  # torch waits for the whole GPU before a capture
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -355,8 +359,8 @@ class Machine:
     # Memory
 
     def allocate(self, device: int, size: int) -> Block:
-        """Memory of a device, reused from its current stream or the pool of the capture if
-        possible."""
+        """Returns memory of a device. If possible, memory of the device's current stream or of the
+        capture's pool is reused."""
         owner: Any = self.own.current[device]
         if self.own.capturing is not None and self.own.capturing[0] is owner:
             owner = self.own.capturing[1]
@@ -366,14 +370,16 @@ class Machine:
 
     def release(self, block: Block) -> None:
         self.memory.give(block.offset, block.size, block.owner)
-        # Never captured, because later writes by the next owner are not part of a graph.
+        # This work is never captured, because later writes by the next owner are not part of a
+        # graph.
         if isinstance(block.owner, Stream):
             address = self.memory.bytes.data_ptr() + block.offset
             size = block.size
             block.owner.queue.append(Item(lambda: memset(address, GARBAGE, size)))
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, which is freed when no tensor and no queued work uses it."""
+        """Returns a copy in pinned memory. The memory is freed when no tensor and no queued work
+        uses it."""
         self.write("pin")
         offset, size = self.pinned.take(tensor.nbytes, "host", self.random)
         data = self.pinned.bytes.numpy()[offset : offset + tensor.nbytes]
@@ -386,7 +392,8 @@ class Machine:
         self.pinned.give(offset, size, "host")
 
     def lasting(self, host: Tensor) -> Tensor:
-        """Pinned memory as a CUDA graph stores it: an address that does not keep it allocated."""
+        """Returns pinned memory as a CUDA graph stores it. The graph has only the address, which
+        does not keep the memory allocated."""
         offset = host.data_ptr() - self.pinned.bytes.data_ptr()
         if not 0 <= offset < len(self.pinned.bytes):
             raise RuntimeError("a capture copies to or from host memory that is not pinned")
@@ -404,7 +411,7 @@ def spoil(host: Tensor | None) -> None:
 
 
 ACTIVE: list[Machine] = []
-"""The active machine. Without one, everything runs on the host at once."""
+"""The active machine. If there is no active machine, everything runs on the host at once."""
 
 
 def installed() -> Machine | None:
@@ -413,7 +420,8 @@ def installed() -> Machine | None:
 
 @contextmanager
 def install(machine: Machine) -> Iterator[Machine]:
-    """Activate a machine: it answers ``torch.cuda``, and tensors can be on its devices."""
+    """Activate a machine. It then answers calls to ``torch.cuda``, and tensors can be on its
+    devices."""
     from support.device_tensors import on_devices
 
     with pytest.MonkeyPatch.context() as patch:

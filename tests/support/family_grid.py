@@ -1,5 +1,5 @@
-"""Random small checkpoints of the families that differ from Llama in parts, written by
-transformers."""
+"""Random small checkpoints of the families that differ from Llama in some parts. transformers
+writes them."""
 
 import json
 import random
@@ -29,8 +29,8 @@ SMALL: Options = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Sizes of one small model, for tests of a family's parts; ``intermediate_size`` is set by each
-family."""
+"""The sizes of a small model for tests of a family's parts. Each family sets ``intermediate_size``
+itself."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FamilyCase:
         if self.model_type == "gemma4_text":
             for layer in model.model.layers:
                 layer.layer_scalar.fill_(random.Random(self.seed).choice((1.0, 0.75, -0.5)))
-                layer.self_attn.q_norm.weight.data *= 0.2  # scores have no other factor
+                layer.self_attn.q_norm.weight.data *= 0.2  # no other factor scales the scores
         elif "gemma" in self.model_type or "linear" in str(self.options.get("layer_types")):
             for name, parameter in model.named_parameters():  # stores its norms minus 1
                 less = name.endswith("norm.weight") and ".linear_attn." not in name
@@ -74,7 +74,8 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def with_levels(directory: Path) -> None:
-    """Store the experts of a gpt-oss model as published: 4-bit levels, and exponents."""
+    """Store the experts of a gpt-oss model as 4-bit levels and exponents, as in the published
+    files."""
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     (directory / "config.json").write_text(json.dumps(config))
@@ -92,7 +93,7 @@ def with_levels(directory: Path) -> None:
 
 
 def family_cases(model_type: str, count: int, seed: int) -> list[FamilyCase]:
-    """``count`` random cases of a family."""
+    """Returns ``count`` random cases of a family."""
     found = []
     for number in range(count):
         rng = random.Random(f"{model_type}-{seed}-{number}")
@@ -128,7 +129,7 @@ def _biases(rng: random.Random, *names: str) -> Options:
 
 
 def _rope(rng: random.Random) -> Options:
-    """A random rotary embedding for families with Llama's scalings."""
+    """Returns the options of a random rotary embedding for families with Llama's scalings."""
     theta = {"rope_theta": rng.choice((500.0, 10000.0, 1e6))}
     scalings: list[Options] = [
         {"rope_type": "default"},
@@ -237,9 +238,10 @@ def _gemma3(rng: random.Random, sizes: Options) -> Options:
 
 
 def _gemma4(rng: random.Random, sizes: Options) -> Options:
-    """Options of one of the three published kinds: with per-layer inputs and shared caches; dense,
-    with values equal to keys; with experts next to the MLP. A fourth kind combines options that no
-    published model combines."""
+    """Returns the options of one of four kinds. The first kind has per-layer inputs and shared
+    caches, the second is dense and its values equal its keys, and the third has experts next to the
+    MLP. These three are published. The fourth kind combines options that no published model
+    combines."""
     layers = rng.choice((3, 5, 7))
     heads = sizes["num_attention_heads"]
     kind = rng.choice(("inputs", "dense", "experts", "any"))
@@ -276,7 +278,7 @@ def _gemma4(rng: random.Random, sizes: Options) -> Options:
 
 
 def _experts(rng: random.Random) -> tuple[int, int]:
-    """The number of experts in a layer, and the number that a token uses."""
+    """Returns the number of experts in a layer, and the number of experts that a token uses."""
     return rng.choice(((3, 2), (4, 1), (5, 5), (6, 2), (17, 3)))
 
 
@@ -547,7 +549,7 @@ def _gpt_oss(rng: random.Random, sizes: Options) -> Options:
 
 
 def _scored(rng: random.Random, sizes: Options) -> Options:
-    """Experts as in DeepSeek-V3."""
+    """Returns options for experts like those of DeepSeek-V3."""
     count, used, groups, top = rng.choice(
         ((3, 2, 1, 1), (17, 3, 1, 1), (4, 1, 2, 1), (8, 3, 4, 2), (12, 5, 3, 2))
     )
@@ -639,7 +641,7 @@ def _hunyuan_moe(rng: random.Random, sizes: Options) -> Options:
 
 
 def _latent(rng: random.Random, sizes: Options) -> Options:
-    """Sizes of latent attention, and yarn with DeepSeek's factors."""
+    """Returns the sizes of latent attention, and yarn options with DeepSeek's factors."""
     heads = sizes["num_attention_heads"]
     sizes["num_key_value_heads"] = heads
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}

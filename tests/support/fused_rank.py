@@ -1,4 +1,4 @@
-"""One of several processes that share a model's weights, with Triton kernels for GPUs in the
+"""One of several processes that share a model's weights. It runs the Triton kernels for GPUs in the
 interpreter.
 
 ``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON the

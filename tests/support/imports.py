@@ -1,4 +1,4 @@
-"""Imports between the modules of the package, read from their sources."""
+"""Finds the imports between the modules of the package by reading their sources."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ ROOMS = ("common", "controllers", "model", "runtime", "export", "serve", "distil
 
 
 def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
-    """Dotted name inside eesd, and file, of every module."""
+    """Yields the dotted name inside eesd and the file of every module."""
     for room in ROOMS:
         for path in sorted((package / room).rglob("*.py")):
             name = ".".join(path.relative_to(package).with_suffix("").parts)
@@ -19,8 +19,9 @@ def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
 
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """The modules that a file imports, and whether it imports them when it is loaded, not in a
-    function. Imports for types only are left out."""
+    """Returns the modules that a file imports. The flag says whether the file imports the module
+    when it is loaded, and not in a function. Imports that are only needed for types are left
+    out."""
     return list(_imports(path))
 
 
@@ -43,7 +44,8 @@ def _imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """For each module, the modules of the package that it imports, also inside functions."""
+    """Returns, for each module, the modules of the package that it imports. Imports inside
+    functions are included."""
     files = dict(modules(package))
     found = {
         name: {imported.removeprefix("eesd.") for imported, _ in imports(path)}
@@ -53,8 +55,8 @@ def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
 
 
 def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
-    """A module and everything that it imports, directly or indirectly, except through the modules
-    in ``without``."""
+    """Returns a module and everything that it imports, directly or indirectly. Imports through the
+    modules in ``without`` are left out."""
     found = set[str]()
     waiting = [start]
     while waiting:

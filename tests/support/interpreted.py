@@ -32,7 +32,8 @@ torch_fused.MOST_NODES = 8  # the interpreter is slow
 
 
 def engines(directory: Path) -> dict[str, Any]:
-    """Logits with kernels and with torch's operators, and the weights that are kept and shared."""
+    """Returns the logits with kernels and with torch's operators, and the weights that are kept and
+    shared."""
     logits = []
     kept = []
     for kernels in (False, True):
@@ -54,8 +55,8 @@ def engines(directory: Path) -> dict[str, Any]:
 
 
 def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]:
-    """Logits of both engines: for a prompt that torch's attention reads, and then for a chain, a
-    tree and a token in two rows."""
+    """Returns the logits of both engines. They run a prompt that torch's attention reads, and then
+    a chain, a tree and a token in two rows."""
     assert draft is not None
     caches = verify.new_kv_caches(2)
     found = list[NDArray[np.float32]]()
@@ -94,8 +95,8 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 
 
 def all_best() -> list[float]:
-    """Results for one row and for several rows, and for one part and for several parts, the last of
-    which is full or not."""
+    """Returns the results for one row and for several rows. The rows have one part or several
+    parts, and the last part may be full or not."""
     narrow = torch.bfloat16
     wide = torch.float32
     part = torch_fused.PART
@@ -113,15 +114,15 @@ def all_best() -> list[float]:
 
 
 def levels_of(stage: Any) -> dict[str, Any]:
-    """The weights of a stage that stay quantized, by layer."""
+    """Returns, for each layer, the weights of a stage that stay quantized."""
     assert isinstance(stage, TorchStageRunner)
     modules = stage.module.named_modules()
     return {name: module.weight for name, module in modules if isinstance(module, QuantizedLinear)}
 
 
 def equal_bits(directory: Path) -> bool | None:
-    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None if the verify
-    engine does not compute by rows."""
+    """Returns whether calls of any number of nodes, padded as on a GPU, have equal bits. Returns
+    None if the verify engine does not compute by rows."""
     manifest = replace(load_manifest(directory), max_tree_nodes=torch_fused.MOST_NODES - 1)
     verify, _ = open_torch(directory, manifest, 1, False, "cpu", kernels=True)
     if not torch_fused.computes_by_rows(verify.stages[0].module):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Deliberate mistakes: the runtime's source with one expression replaced."""
+"""Makes deliberate mistakes. One expression in the source of the runtime is replaced."""
 
 import inspect
 import textwrap
@@ -9,7 +9,7 @@ import pytest
 
 
 def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """The function with ``old`` replaced by ``new`` in its source."""
+    """Returns a copy of the function in whose source ``old`` is replaced by ``new``."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, (
         f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
@@ -27,7 +27,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new
 def then(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]
 ) -> None:
-    """Make a method that returns nothing also run an action on its object at the end."""
+    """Make a method run an action on its object at the end. The method itself returns nothing."""
     original = getattr(owner, name)
     monkeypatch.setattr(
         owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0]

@@ -1,4 +1,5 @@
-"""Models of one operator of this project, random inputs for them, and checks of their results."""
+"""Makes models that consist of one operator of this project, and random inputs for them. It also
+checks their results."""
 
 import ctypes
 import os
@@ -28,12 +29,13 @@ from support.specification import BITS, BLOCK, Floats, Heads, Weight
 
 NOTHING = np.zeros(0, np.float32)
 PLANES_OF = ("planes", "upper")
-"""Formats of two planes. They have a scale for 32 inputs, and no minimums."""
+"""The formats that have two planes. They have a scale for each 32 inputs, and no minimums."""
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70, 130)
 MOST = max(ROWS)
 Array = NDArray[Any]
 Input = tuple[str, Array | int]
-"""Name of a node's input, and its constant value or, for inputs of calls, its element type."""
+"""The name of a node's input, and its constant value. An input that each call gives has its element
+type instead of a value."""
 
 
 def one_node(
@@ -98,8 +100,8 @@ def random_weight(
     minimums: bool,
     signed: bool = True,
 ) -> Weight:
-    """A random weight in this format, whose levels cover the whole range, with scales and minimums
-    of this kind."""
+    """Returns a random weight in this format. Its levels cover the whole range, and it has scales
+    and minimums of this kind."""
     if form not in BITS:
         values = random.normal(0, 0.4, (inputs, outputs)).astype(np.float32)
         if form == "float16":
@@ -135,8 +137,8 @@ def random_weight(
 
 
 def split(random: np.random.Generator, values: Array, rows: int) -> Array:
-    """For each of ``rows`` rows, values close to these: a float16 times 6-bit or 8-bit integers
-    without a common divisor."""
+    """Returns values close to these for each of ``rows`` rows. The values of a row are a float16
+    number times 6-bit or 8-bit integers, which have no common divisor."""
     most = int(random.choice([63, 127]))
     integers = random.integers(-most, most + 1, values.shape)
     integers[::rows] = most
@@ -179,8 +181,8 @@ class Product:
         random = np.random.default_rng(self.seed)
         inputs = self.parts[0].shape[0]
         outputs = sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
-        # Blocks differ in size, so that another block's scale is detected; one is 0, and one is far
-        # below all others.
+        # The blocks differ in the size of their values, so that using the scale of another block is
+        # detected. One block is 0, and another is far below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
         sizes[3, 0] = 0
         sizes[4, -2:] = 1e-38
@@ -230,7 +232,8 @@ class Product:
             )
 
     def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The result, and the unit of its error: the sum of the absolute products."""
+        """Returns the result, and the unit of its error, which is the sum of the absolute
+        products."""
         x = self.x.astype(np.float64)
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
@@ -296,7 +299,7 @@ def check_product(
 def gated_in_float64(
     gate: NDArray[np.float64], up: NDArray[np.float64], gating: int
 ) -> NDArray[np.float64]:
-    """The activated gate, multiplied by up."""
+    """Returns the activated gate multiplied by up."""
     inner = gate
     if gating == 2:
         inner = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
@@ -310,8 +313,8 @@ def gated_in_float64(
 
 @dataclass
 class Mixture:
-    """A mixture of experts, each with gate, up and down projections, and random inputs of
-    :data:`MOST` rows."""
+    """A mixture of experts with random inputs of :data:`MOST` rows. Each expert has gate, up and
+    down projections."""
 
     experts: list[list[Weight]]
     used: int
@@ -443,13 +446,13 @@ def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]
 
 
 UNWRITTEN = -1
-"""Byte in all cells that no token may read. In an int8 cache, four such bytes are a scale that is
-NaN."""
+"""The byte in all cells that no token may read. In an int8 cache, four such bytes are a scale that
+is NaN."""
 
 
 class Cache:
-    """Caches of layers in the operators' form, filled with forbidden numbers, so that a test
-    detects the reading of an unwritten slot."""
+    """Caches of layers in the form that the operators use. They are filled with forbidden numbers,
+    so that a test detects when an unwritten slot is read."""
 
     def __init__(
         self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32"
@@ -481,7 +484,7 @@ class Cache:
         return int(self.array.ctypes.data)
 
     def rows(self, layer: int, slot: int, head_dim: int) -> tuple[Floats, Floats]:
-        """Keys and values [KV, D] of a slot, as float32."""
+        """Returns the keys and values [KV, D] of a slot in float32."""
         tile = slot // 16
         row = slot % 16
         if self.array.dtype == np.int8:
@@ -496,11 +499,12 @@ class Cache:
 
 @dataclass
 class Text:
-    """A sequence: queries, keys and values of tokens, each at a place in a tree.
+    """A sequence of tokens, each at a place in a tree. It has their queries, keys and values.
 
     Attributes:
         qkv: [nodes, (H + 2 KV) D].
-        paths: For each node, the nodes that it sees in the order of positions, itself last.
+        paths: For each node, the nodes that it sees. They are in the order of their positions, so
+            the node itself is last.
     """
 
     qkv: Floats
@@ -593,7 +597,8 @@ class Attention:
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
-        """A chain of ``nodes`` tokens, and then nodes with these parents (indices of tokens)."""
+        """Returns a chain of ``nodes`` tokens, followed by nodes with these parents (indices of
+        tokens)."""
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv = self.random.normal(0, 1.2, (nodes + len(parents), width)).astype(np.float32)
         paths = [list(range(node + 1)) for node in range(nodes)]
@@ -666,8 +671,8 @@ class Attention:
 
 
 def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over consecutive tokens of a text, each in the slot of its position: qkv, tokens,
-    paths."""
+    """Returns the arguments (qkv, tokens, paths) of a call over consecutive tokens of a text. Each
+    token is in the slot of its position."""
     tokens = [(text.cache.address, t, t, t + 1, 0) for t in range(first, last)]
     return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), [[] for _ in tokens]
 
@@ -675,8 +680,8 @@ def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[i
 def tree(
     text: Text, first: int, last: int, slot: int | None = None
 ) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over the nodes from ``first`` on, after a context of all tokens before them, in the
-    slots from ``slot`` on."""
+    """Returns the arguments of a call over the nodes from ``first`` on. All tokens before them are
+    the context. The nodes are in the slots from ``slot`` on."""
     shift = 0
     if slot is not None:
         shift = slot - first
@@ -706,7 +711,7 @@ def attend(session: Any, *calls: tuple[Floats, Array, list[list[int]]]) -> list[
 
 
 def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 30,)) -> Floats:
-    """Run the first ``count`` tokens in pieces of these sizes, in turn."""
+    """Run the first ``count`` tokens in pieces. The pieces have these sizes in turn."""
     found = []
     at = 0
     number = 0
@@ -719,8 +724,8 @@ def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 
 
 
 def check_float16(path: Path, names: Sequence[str]) -> None:
-    """Ties go to even, subnormal numbers are kept, and numbers out of range become the largest
-    number."""
+    """Check that ties go to even, that subnormal numbers are kept, and that numbers out of range
+    become the largest number."""
     edges = [
         0.0,
         -0.0,
@@ -770,7 +775,7 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
 
 
 def top(path: Path, k: int, ids: Array = NOTHING, threads: int = 1, kernels: str = "") -> Any:
-    """A session of the operator that finds the k largest logits of each row."""
+    """Returns a session of the operator that finds the k largest logits of each row."""
     given: list[tuple[str, Array | int]] = [("logits", TensorProto.FLOAT), ("ids", ids)]
     outputs = (TensorProto.INT64, TensorProto.FLOAT)
     return operators.make_session(

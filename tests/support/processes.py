@@ -1,5 +1,5 @@
-"""Programs in separate sessions (``start_new_session``), and the list of all processes of a
-session, from /proc."""
+"""Functions for programs in separate sessions (``start_new_session``). The list of all processes of
+a session comes from /proc."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ GONE_SECONDS = 30.0
 
 
 def processes(session: int) -> list[tuple[int, str]]:
-    """Process ids and command lines of a session, without zombies."""
+    """Returns the process ids and the command lines of a session, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended

@@ -1,4 +1,5 @@
-"""Products of the kernel for quantized weights, compared with those of dequantized weights."""
+"""Compares the products of the kernel for quantized weights with the products of dequantized
+weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +41,13 @@ CASES = (
     Case(Quantization("uint4", 128), 256, 37),
     Case(Quantization("uint4", 64), 64, 24),
 )
-"""Every type of levels with each kind of scales, zero points and minimums; odd numbers of outputs,
-and some that are not multiples of a panel."""
+"""The cases have every type of levels with each kind of scales, zero points and minimums. Some
+numbers of outputs are odd, and some are not multiples of a panel."""
 
 
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
-    """A weight with any levels, scaled so that products have about the size of their inputs."""
+    """Returns a weight with any levels. It is scaled so that products have about the size of their
+    inputs."""
     kind = quantization.weights
     shape = (inputs // quantization.block, outputs)
     size = 2.0 ** (1 - BITS[kind]) * inputs**-0.5
@@ -64,15 +66,15 @@ def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: 
 
 
 def all_checked(device: str) -> dict[str, dict[str, Any]]:
-    """The results of :func:`checked`. The CPU interpreter does not round to bfloat16, and
+    """Returns the results of :func:`checked`. The CPU interpreter does not round to bfloat16, and
     multiplies its bits as integers."""
     dtypes = ("float16",) if device == "cpu" else ("float16", "bfloat16")
     return {f"{dtype}: {case}": checked(case, dtype, device) for dtype in dtypes for case in CASES}
 
 
 def checked(case: Case, of: str, device: str) -> dict[str, Any]:
-    """The error of products, relative to exact products of the dequantized weights, and whether
-    rows depend on each other.
+    """Returns the error of products relative to exact products of the dequantized weights, and
+    whether rows depend on each other.
 
     ``error`` is the largest difference, divided by the error that float32 sums and one rounding to
     the activations' type can cause.

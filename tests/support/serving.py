@@ -1,4 +1,5 @@
-"""A real server in this process: the real batch, a real socket, uvicorn in a thread."""
+"""A real server in this process. It uses the real batch and a real socket, and uvicorn runs in a
+thread."""
 
 import json
 import threading
@@ -32,7 +33,7 @@ class Served:
     Attributes:
         url: Its address.
         serving: The state that its routes share.
-        llm: The same engines, loaded separately, for comparison.
+        llm: An LLM that has loaded the same engines separately, for comparison.
     """
 
     url: str
@@ -41,7 +42,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        # No certificates, because reading them is slow.
+        # The client has no certificates, because reading them is slow.
         return httpx2.Client(base_url=self.url, timeout=60, verify=False)
 
     @property
@@ -57,14 +58,15 @@ class Served:
             return http.post(path, json=body, **more)
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
-        """A completion, which must succeed."""
+        """Returns a completion. The request must succeed."""
         response = self.post("/v1/completions", {"prompt": prompt, **body})
         assert response.status_code == 200, response.text
         found: dict[str, Any] = response.json()
         return found
 
     def events(self, path: str, body: Any) -> list[dict[str, Any]]:
-        """The events of a stream, which must succeed. An event's name is its type."""
+        """Returns the events of a stream. The request must succeed. The name of each event is its
+        type."""
         found = []
         with self.http.stream("POST", path, json={**body, "stream": True}) as stream:
             assert stream.status_code == 200, stream.read()
@@ -77,7 +79,7 @@ class Served:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """A value of /metrics; 0 if it does not exist yet."""
+        """Returns a value of /metrics, or 0 if it does not exist yet."""
         given = {"model_name": self.serving.model_name, "engine": "0", **labels}
         return self.serving.metrics.registry.get_sample_value(name, given) or 0.0
 
@@ -118,7 +120,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def events(lines: Iterator[str]) -> list[Any]:
-    """The values of server-sent events. The last is the string ``[DONE]``, if it was sent."""
+    """Returns the values of server-sent events. The last value is the string ``[DONE]`` if it was
+    sent."""
     found = []
     for line in lines:
         if line:

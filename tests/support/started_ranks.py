@@ -1,5 +1,5 @@
-"""A command in a process for each rank, as torchrun starts it, but with the exit code of each
-rank."""
+"""Starts a command in a process for each rank, as torchrun does. Unlike torchrun, it gives the exit
+code of each rank."""
 
 import os
 import signal
@@ -52,11 +52,11 @@ def started(
 
 
 def _hear_interrupts() -> None:
-    """Restore the default handling of interrupts: a shell starts background jobs with interrupts
-    ignored, and children inherit that."""
+    """Restore the default handling of interrupts. A shell starts background jobs with interrupts
+    ignored, and their child processes inherit this."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def codes(processes: list["subprocess.Popen[bytes]"], seconds: float = 120) -> list[int]:
-    """The exit codes of all processes, each of which must end within ``seconds``."""
+    """Returns the exit codes of all processes. Each process must end within ``seconds``."""
     return [process.wait(seconds) for process in processes]

@@ -1,5 +1,5 @@
-"""One of several processes that share a model's weights. Generates with and without drafting; rank
-0 writes the results.
+"""One of several processes that share a model's weights. The process generates with and without
+drafting, and rank 0 writes the results.
 
 torchrun --nproc-per-node K team_member.py DIRECTORY OUTPUT
 """
@@ -27,13 +27,13 @@ WAYS = {
         Sampling(temperature=0.9, seed=4, method="rejection"),
     ),
 }
-"""Ways of drafting, and of sampling."""
+"""The ways of drafting and of sampling that are tested."""
 
 
 def main(directory: Path, output: Path) -> None:
     found: dict[str, object] = {}
     manifest = load_manifest(directory)
-    # Returns on rank 0 only.
+    # This function returns only on rank 0.
     engines = open_engines(directory, manifest, EngineOptions("torch", 1, True))
     for name, (speculation, sampling) in WAYS.items():
         llm = LLM(directory, manifest, engines, speculation, prefix_memory=1 << 20)

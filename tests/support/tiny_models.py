@@ -31,10 +31,10 @@ def build(
     head_dim: int = 8,
     kv_heads: int = 2,
 ) -> Path:
-    """Write a random Llama.
+    """Write a Llama model with random weights.
 
-    The draft consists of layer 0 and a copy of the last layers. The outputs of layer 1, which it
-    skips, are multiplied by ``damping``: a small value makes the draft right more often.
+    The draft consists of layer 0 and a copy of the last layers, so it skips layer 1. The outputs of
+    layer 1 are multiplied by ``damping``. If this value is small, the draft is right more often.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -2,9 +2,10 @@
 
     python tests/support/trt_signatures.py MODULE [DIRECTORY]
 
-It writes ``<name>-<version>.json``: the classes that this project uses, as pybind11 describes them. The committed files are in
-``tests/data/tensorrt_api``. The module need not run, so no GPU is needed. ``tensorrt_rtx`` can be imported as installed. For
-TensorRT, the PyPI wheel ``tensorrt_cu13_bindings`` is enough: it is one shared object that needs three libraries and a few C
+It writes ``<name>-<version>.json``, which has the classes that this project uses, as pybind11
+describes them. The committed files are in ``tests/data/tensorrt_api``. The module need not run, so
+no GPU is needed. ``tensorrt_rtx`` can be imported as installed. For TensorRT, the PyPI wheel
+``tensorrt_cu13_bindings`` is enough: it is one shared object that needs three libraries and a few C
 functions, which empty ones can replace:
 
     pip download --no-deps tensorrt_cu13_bindings==10.15.1.* && unzip tensorrt_cu13_bindings-*.whl
@@ -72,15 +73,15 @@ Api = dict[str, Any]
 
 
 def signatures(module: ModuleType) -> Api:
-    """The signatures of those :data:`CLASSES` and :data:`ENUMS` that a module has."""
+    """Returns the signatures of those :data:`CLASSES` and :data:`ENUMS` that a module has."""
     classes = {name: _members(getattr(module, name)) for name in CLASSES if hasattr(module, name)}
     enums = {name: _enum(module, name) for name in ENUMS if hasattr(module, name.split(".")[0])}
     return {"version": module.__version__, "classes": classes, "enums": enums}
 
 
 def _members(cls: type) -> dict[str, list[str]]:
-    """The signatures of each method, one for each overload, or of a property. Methods that add a
-    layer are left out."""
+    """Returns the signatures of each method and property. A method has a signature for each
+    overload. Methods that add a layer are left out."""
     names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
     public = [
         name for name in sorted(names) if name in SPECIAL or not name.startswith(("_", "add_"))
@@ -127,7 +128,7 @@ def _enum(module: ModuleType, name: str) -> str:
 
 
 def to_json(api: Api) -> str:
-    """The text of a file."""
+    """Returns the text of the JSON file for an API."""
     return json.dumps(api, indent=1) + "\n"
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Runs several functions, each in a thread. One thread runs at a time; ``pass_on`` may choose
-    another."""
+    """Runs several functions, each in a separate thread. Only one thread runs at a time, and
+    ``pass_on`` may choose another thread."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -17,8 +17,8 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, *functions: Callable[[], object]) -> None:
-        """Run the functions until all have ended. Raises the exception of a function, if there is
-        any."""
+        """Run the functions until all have ended. If a function raised an exception, the exception
+        is raised again."""
         self._waiting = [*range(len(functions))]
         threads = [
             threading.Thread(target=self._run, args=(number, one))

@@ -1,4 +1,5 @@
-"""Tests with and without the library of operators, which is missing without a C++ compiler."""
+"""Functions for tests with and without the library of operators. Without a C++ compiler, the
+library is missing."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ LIBRARY = operators.LIBRARY
 
 
 def without_operators() -> AbstractContextManager[None]:
-    """Act as if the library were not built, in this process."""
+    """Act in this process as if the library were not built."""
     return _looking_at(Path("missing.so"))
 
 
@@ -33,11 +34,11 @@ def _looking_at(library: Path) -> Iterator[None]:
 
 
 def float32_activations(backend: str) -> str | None:
-    """The argument ``activations`` for products with float32 activations; None if there is no
-    choice."""
+    """Returns the argument ``activations`` for products with float32 activations, or None if there
+    is no choice."""
     return "float32" if backend == "ort" and not operators.missing() else None
 
 
 def needs_operators() -> pytest.MarkDecorator:
-    """A mark for tests that need the library."""
+    """Returns a mark for tests that need the library."""
     return pytest.mark.skipif(bool(operators.missing()), reason="the operators are not built")
