@@ -1,4 +1,4 @@
-"""Work on a device, captured in a CUDA graph."""
+"""Capture work on a device in a CUDA graph."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ from eesd.runtime.engines.device import DeviceStream
 
 LOGGER = logging.getLogger(__name__)
 _ONE_CAPTURE = Lock()
-"""Lock that a thread holds while it captures."""
+"""A lock that a thread holds while it captures."""
 
 
 class CapturedGraph:
@@ -25,8 +25,8 @@ class CapturedGraph:
     """
 
     def __init__(self, stream: DeviceStream, pool: Any) -> None:
-        """Make a graph of work in ``stream``. ``pool`` is the memory pool shared with other graphs;
-        None to capture nothing."""
+        """Make a graph of work in ``stream``. ``pool`` is the memory pool that other graphs share.
+        If it is None, nothing is captured."""
         self._stream = stream
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -1,4 +1,4 @@
-"""Common parts of the GPU backends: streams, and the interface of a stage runner.
+"""The common parts of the GPU backends, which are streams and the interface of a stage runner.
 
 A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a
 prepared call stay at fixed addresses, so that the call can be captured in a CUDA graph.
@@ -23,8 +23,8 @@ ALIGNMENT = 256
 """TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of this number
 of bytes."""
 HOST_ALIGNMENT = 64
-"""Alignment, in bytes, of torch's allocations in main memory, in which tests run the code for
-GPUs."""
+"""Alignment, in bytes, of torch's allocations in main memory. Tests run the code for GPUs in main
+memory."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeviceStream:
-    """A device and, on a GPU, the CUDA stream for all work on it.
+    """A device and, if it is a GPU, the CUDA stream for all work on it.
 
     Attributes:
         device: The device.
@@ -62,12 +62,13 @@ class DeviceStream:
         return 0 if self.cuda_stream is None else int(self.cuda_stream.cuda_stream)
 
     def aligned(self, tensor: Tensor) -> bool:
-        """Whether the address of a tensor's memory is aligned as libraries require."""
+        """Return whether the address of a tensor's memory has the alignment that libraries
+        require."""
         return tensor.data_ptr() % (ALIGNMENT if self.on_gpu else HOST_ALIGNMENT) == 0
 
     def lies_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on this device. A device without an index, such as the CPU, matches
-        any device of its type."""
+        """Return whether a tensor is on this device. A device without an index, such as the CPU,
+        matches any device of its type."""
         return tensor.device.type == self.device.type and self.device.index in (
             None,
             tensor.device.index,
@@ -105,13 +106,14 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
 
 class AttentionMask:
-    """For each node of a call, the slots that it sees among the first s slots.
+    """Describes which of the first s slots each node of a call sees.
 
     Attributes:
         outline: A tensor that has the shape of the mask [B, 1, n, s], but no memory for it.
-        tree: For a tree, two tensors: a slot [B] below which every node sees all slots; and, from
-            this slot on, 1 for each slot that a node sees and 0 for the other slots, [B, n, width].
-            None for a chain, whose nodes see the slots up to their own slot.
+        tree: Two tensors for a tree, or None for a chain, whose nodes see the slots up to their own
+            slot. The first tensor [B] has a slot below which every node sees all slots. The second
+            tensor [B, n, width] is for the slots from this slot on. It has 1 for each slot that a
+            node sees, and 0 for the other slots.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class AttentionMask:
         slot: Tensor,
         tree: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Describe which of the first ``slots`` slots (0: all) of caches like ``keys`` [B, KV, S,
-        D] are seen by ``count`` nodes. The first node is in ``slot`` [B]. All tensors are on the
-        device."""
+        """Describe which slots ``count`` nodes see in caches like ``keys`` [B, KV, S, D]. Only the
+        first ``slots`` slots are read (0 means all slots). The first node is in ``slot`` [B]. All
+        tensors are on the device."""
         self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
         self.tree = tree
         self._slot = slot
@@ -163,15 +165,15 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs, on one device, of a call with n nodes for each of B sequences. Their contents
-    change, but their addresses stay the same.
+    """The inputs, on one device, of a call with n nodes for each of B sequences. The contents of
+    the inputs change, but their addresses stay the same.
 
     Attributes:
-        x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
+        x: The ``input_ids`` [B, n] int64, or the hidden state [B, n, hidden] of the previous stage.
         position_ids: Positions [B, n].
-        write_indices: Slot of each sequence's first node [B].
-        mask: Mask [B, 1, n, s]; attention reads the first s slots of the caches.
-        logit_rows: The nodes of each sequence that get logits from the verify graph, [R]. The draft
+        write_indices: The slot [B] of each sequence's first node.
+        mask: The mask [B, 1, n, s]. Attention reads the first s slots of the caches.
+        logit_rows: The nodes [R] of each sequence that get logits from the verify graph. The draft
             graph ignores them.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
@@ -185,14 +187,14 @@ class StepInputs:
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs for which it was prepared. Returns logits [B, R, V] or a hidden state;
-for a draft, logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Instead, it may return
-logits of any type and the result of ``pack_results`` in ``device_results.py``. The next run
-overwrites the results."""
+"""A function that runs a graph on the inputs for which it was prepared. A verify stage returns
+logits [B, R, V] or a hidden state. A draft returns logits [B, n, V], ids [B, n, K] and
+log-probabilities [B, n, K]. Instead, the function may return logits of any type and the result of
+``pack_results`` in ``device_results.py``. The next run overwrites the results."""
 
 
 class StageRunner(Protocol):
-    """A graph, loaded on a device: the draft graph, or one verify stage."""
+    """A graph that is loaded on a device. It is the draft graph or a verify stage."""
 
     @property
     def graph(self) -> GraphInfo: ...
@@ -224,8 +226,8 @@ class ResultMemory:
         self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
-        """The outputs of a call. New memory is allocated if there are more sequences than before;
-        earlier outputs stay valid."""
+        """Return the outputs of a call. If there are more sequences than before, new memory is
+        allocated. Earlier outputs stay valid."""
         batch, count = inputs.position_ids.shape
         rows = len(inputs.logit_rows)
         if count > self._largest:
@@ -256,8 +258,8 @@ class ResultMemory:
 def tensors_by_name(
     graph: GraphInfo, inputs: StepInputs, results: list[Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The input tensors and the output tensors of a call by name. A cache is both, because the
-    graph updates it in place."""
+    """Return the input tensors and the output tensors of a call by name. A cache is both an input
+    and an output, because the graph updates it in place."""
     given = {
         graph.inputs[0].name: inputs.x,
         "position_ids": inputs.position_ids,

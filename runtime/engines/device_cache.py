@@ -19,9 +19,10 @@ from eesd.runtime.engines.kv_cache import STEP, grown
 
 
 class RowMemory:
-    """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
+    """The keys and values [L+E, 2, B, KV, S, D] of B sequences in the engines' element type.
 
-    If the verify stages run on several devices, each device has a shard: the layers of its stage.
+    If the verify stages run on several devices, each device has a shard with the layers of its
+    stage.
 
     Attributes:
         shards: Tensors [layers, 2, B, KV, S, D].
@@ -44,19 +45,19 @@ class RowMemory:
         spare: int = 0,
         given: Sequence[Tensor] = (),
     ) -> None:
-        """Allocate the memory, all zeros.
+        """Allocate the memory, and fill it with zeros.
 
         Args:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
             rows: B.
-            grow: Whether to begin with few slots, and grow with the longest text. If False, all
-                ``gpu_slots`` of the manifest are allocated.
-            slots: Initial number of slots, if the memory grows.
-            spare: Number of slots, in memory that grows, after the slots that tokens may use. The
-                spare slots are for nodes that only fill a call.
-            given: Memory that the caller owns: a tensor for each shard, or a tensor [2, B, KV, S,
-                D] for each layer. Default: allocate with torch.
+            grow: Whether the memory begins with few slots and grows with the longest text. If
+                False, all ``gpu_slots`` of the manifest are allocated.
+            slots: Initial number of slots if the memory grows.
+            spare: Number of spare slots after the slots that tokens may use, if the memory grows.
+                The spare slots are for nodes that only fill a call.
+            given: Memory that the caller owns. It is a tensor for each shard, or a tensor [2, B,
+                KV, S, D] for each layer. By default, torch allocates the memory.
 
         Raises:
             EESDError: The memory does not fit the GPU, or ``given`` has the wrong number of
@@ -109,7 +110,7 @@ class RowMemory:
         return self.streams[self._places[index][0]]
 
     def active_shards(self) -> Iterator[Tensor]:
-        """Each shard, while its stream is torch's current stream."""
+        """Yield each shard while its stream is torch's current stream."""
         for stream, shard in zip(self.streams, self.shards, strict=True):
             with stream.activate():
                 yield shard
@@ -131,8 +132,8 @@ class RowMemory:
         """Let a row begin another sequence. Memory that can grow shrinks, so that short texts do
         not pay for an earlier long text.
 
-        Slots are cleared because a hidden slot with an infinite value would add 0 x infinity, which
-        is NaN, to the sequence.
+        The slots are cleared because a hidden slot with an infinite value would add 0 x infinity,
+        which is NaN, to the sequence.
         """
         self._reserved[row] = 0
         used = max(self._reserved)
@@ -145,7 +146,7 @@ class RowMemory:
             shard[:, :, row].zero_()
 
     def _resize(self, slots: int, used: int) -> None:
-        """Change the number of slots for tokens; the first ``used`` slots are kept."""
+        """Change the number of slots for tokens. The first ``used`` slots are kept."""
         old = self.shards
         self.shards = self._allocate(slots)
         for mine, before in zip(self.active_shards(), old, strict=True):
@@ -180,11 +181,11 @@ class RowMemory:
                 f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
-            return memory.zero_()  # a hidden slot would add 0 x NaN
+            return memory.zero_()  # a hidden slot with NaN would add 0 x NaN
 
 
 class DeviceKVCache:
-    """The keys and values of one sequence: a row of a :class:`RowMemory`."""
+    """The keys and values of one sequence, which are a row of a :class:`RowMemory`."""
 
     def __init__(self, memory: RowMemory, row: int) -> None:
         self.memory = memory
@@ -219,8 +220,8 @@ class DeviceKVCache:
 
     @torch.inference_mode()
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values in host memory. 16-bit values are represented by their bits, because
-        NumPy has no bfloat16."""
+        """Return keys and values in host memory. 16-bit values are represented by their bits,
+        because NumPy does not have bfloat16."""
         gathered = torch.cat([cache[..., start:stop, :].cpu() for cache in self._shards()])
         values: Values = (
             gathered.view(torch.int16) if gathered.itemsize == 2 else gathered
@@ -256,14 +257,14 @@ class DeviceKVCache:
             cache[..., start:stop, :] = values
 
     def _shards(self) -> Iterator[Tensor]:
-        """The row of each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current
-        stream."""
+        """Yield the row [layers, 2, KV, S, D] of each shard while the shard's stream is torch's
+        current stream."""
         return (shard[:, :, self.row] for shard in self.memory.active_shards())
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Aligned zeros in main memory, whose untouched pages take no memory. The alignment may affect
-    the bits of products."""
+    """Return aligned zeros in main memory. Pages that are not touched take no memory. The alignment
+    may affect the bits of products."""
     size = prod(shape) * dtype.itemsize
     memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -1,11 +1,11 @@
-"""The engine of the GPU backends: rows, padding to buckets, and prompts.
+"""The engine of the GPU backends. It handles rows, padding to buckets, and prompts.
 
 A round's calls over caches of one memory run as one call. On a GPU this call has all rows of the
 memory, so that CUDA graphs stay valid. In exact engines the call always has the same node count and
-all slots, so the same kernel computes a row, whatever other rows run with it; other engines use the
-smallest call that holds the longest row. If a row's states do not depend on the number of rows, an
-exact call of one sequence may have few nodes, too, and only the LM head computes the full number of
-rows.
+all slots, so the same kernel computes a row, whatever other rows run with it. Other engines use the
+smallest call into which the longest row fits. If a row's states do not depend on the number of
+rows, an exact call of one sequence may have few nodes, too, and only the LM head computes the full
+number of rows.
 
 The order of a call:
 
@@ -46,15 +46,16 @@ from eesd.runtime.engines.forward_step import ForwardStep
 
 LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Node counts to which calls on a GPU are padded. Results of padding nodes are ignored."""
+"""Calls on a GPU are padded to these node counts. The results of padding nodes are ignored."""
 ROW_BUCKETS = (1, 2, 4, 8, 32, 128)
-"""Buckets of calls of several rows on engines that are not exact, up to half a round. There are few
-buckets because each is captured for each number of slots."""
+"""The buckets, up to half a round, of calls of several rows on engines that are not exact. There
+are few buckets because a CUDA graph is captured for each bucket and each number of slots."""
 LARGEST_LEVEL = 8
 """Maximum number of nodes per row in the prepared draft calls over several rows."""
 MOST_STEPS = 256
-"""Maximum number of prepared calls over a memory; the least recently used call is dropped. On the
-CPU, where rows come and go, each prepared call holds a mask of B x n x S numbers."""
+"""Maximum number of prepared calls over a memory. If there are more, the least recently used call
+is dropped. On the CPU, where rows come and go, each prepared call holds a mask of B x n x S
+numbers."""
 
 
 def has_one_count(manifest: Manifest, exact: bool | None) -> bool:
@@ -65,14 +66,15 @@ def has_one_count(manifest: Manifest, exact: bool | None) -> bool:
 def buckets_for(
     manifest: Manifest, prefill_chunk: int, exact: bool | None = None
 ) -> tuple[int, ...]:
-    """The buckets of an engine directory: up to the largest round, and the prefill chunk.
+    """Return the buckets of an engine directory. These are the buckets up to the largest round, and
+    the prefill chunk.
 
     Args:
         manifest: Manifest of the engine directory.
         prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether all rounds, and plain decoding, have the same node count, so that the same
-            kernel computes a token's logits whatever is drafted. None: True if a round has at most
-            :data:`EXACT_NODES` nodes.
+            kernel computes a token's logits whatever is drafted. If it is None, this is so if a
+            round has at most :data:`EXACT_NODES` nodes.
     """
     most = manifest.max_tree_nodes + 1
     smaller = [count for count in BUCKETS if count < most and not has_one_count(manifest, exact)]
@@ -87,23 +89,23 @@ class DeviceEngine:
 
     Attributes:
         manifest: Manifest of the engine directory.
-        stages: The stages in order; a draft engine has one.
+        stages: The stages in order. A draft engine has one stage.
         is_draft: Whether this is the draft engine.
-        make_memory: Makes memory for the KV caches of a number of sequences.
-        buckets: Node counts to which calls are padded; empty if calls are not padded to buckets.
-            With (1,), the nodes of a call run one after another.
-        slots: Numbers of slots that attention may read, ascending; the last is the whole cache.
-            A call reads the smallest number that holds its padded nodes. If empty, calls read the
-            whole cache.
-        multiple: Without buckets, calls are padded to a multiple of this number.
+        make_memory: A function that makes memory for the KV caches of a number of sequences.
+            buckets: The node counts to which calls are padded. It is empty if calls are not padded
+                to buckets. If it is (1,), the nodes of a call run one after another.
+        slots: The numbers of slots that attention may read, in ascending order. The last number is
+            the whole cache. A call reads the smallest number of slots that includes its padded
+            nodes. If there are no numbers, calls read the whole cache.
+        multiple: If there are no buckets, calls are padded to a multiple of this number.
         prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether rows of a batch must not change each other's logits. If so, their calls have
             one node count and read whole caches. If not, a call uses the smallest of
             :attr:`row_buckets`, and the smallest number of slots, that hold its longest row.
-        on_warm_up: Called with each graph at the end of :meth:`prepare`.
+        on_warm_up: A function that is called with each graph at the end of :meth:`prepare`.
         least_logits: Minimum number of rows that the LM head computes for a sequence in a round.
-        cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. No effect
-            on the CPU.
+        cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. This has
+            no effect on the CPU.
         chooses: Whether sessions let the device choose tokens instead of copying logits. Default:
             True on a GPU.
     """
@@ -161,7 +163,7 @@ class DeviceEngine:
         counts = self.buckets[:1] if self.is_draft else self.buckets
         for count in counts:
             more = [slots for slots in self.slots[:-1] if slots >= count]
-            # From each of these first slots on, a call reads a larger number of slots.
+            # From each of these first slots on, a call reads more slots.
             for slot in (0, *(slots + 1 - count for slots in more)):
                 with kv_cache.kept(slot, slot + count):
                     self.forward(
@@ -203,8 +205,8 @@ class DeviceEngine:
         return tuple(count for count in self.buckets if count in few)
 
     def _of_prompts(self) -> "DeviceEngine":
-        """A copy of this engine for the prompts of a batch, with only the buckets that are larger
-        than a round."""
+        """Return a copy of this engine for the prompts of a batch. It has only the buckets that are
+        larger than a round."""
         alone = copy(self)
         alone.buckets = tuple(
             count for count in self.buckets if count > self.manifest.max_tree_nodes
@@ -213,10 +215,11 @@ class DeviceEngine:
 
     @property
     def last_positions(self) -> tuple[int, ...]:
-        """The last positions before attention reads more slots, ascending. Tokens between two of
-        these positions are computed by the same kernel.
+        """The last positions before attention reads more slots, in ascending order. The same kernel
+        computes all tokens between two of these positions.
 
-        Empty if rounds have several node counts, because tokens may depend on the draft anyway.
+        There are none if rounds have several node counts, because tokens may then depend on the
+        draft anyway.
         """
         most = self.manifest.max_tree_nodes + 1
         if self.is_draft or not self.buckets or self.buckets[0] < most:
@@ -224,9 +227,9 @@ class DeviceEngine:
         return tuple(slots - self.buckets[0] for slots in self.slots[:-1])
 
     def of_one_node(self) -> "DeviceEngine | None":
-        """A copy of this engine for plain decoding without a draft, whose calls of one node are not
-        padded to a round. Its logits may round differently. None if calls of one node are never
-        padded."""
+        """Return a copy of this engine for plain decoding without a draft. Its calls of one node
+        are not padded to a round, so its logits may be rounded differently. Return None if calls of
+        one node are never padded."""
         if not self.buckets or self.buckets[0] == 1:
             return None
         alone = copy(self)
@@ -234,8 +237,8 @@ class DeviceEngine:
         return alone
 
     def seen(self, stop: int) -> int:
-        """Number of slots that attention reads in a call whose padded nodes end before the slot
-        ``stop``; 0 means all."""
+        """Return the number of slots that attention reads in a call whose padded nodes end before
+        the slot ``stop``. 0 means all slots."""
         return next((slots for slots in self.slots if slots >= stop), 0)
 
     def _seen_over(self, memory: RowMemory, stop: int) -> int:
@@ -246,7 +249,8 @@ class DeviceEngine:
         return self.seen(stop)
 
     def padded(self, count: int, rows: int = 1) -> int:
-        """The padded node count of a call of ``count`` nodes over memory of ``rows`` rows."""
+        """Return the padded node count of a call of ``count`` nodes over memory of ``rows``
+        rows."""
         if not self.buckets:
             return -(-count // self.multiple) * self.multiple
         buckets = self.buckets if rows == 1 else self.row_buckets
@@ -261,8 +265,8 @@ class DeviceEngine:
         return Work(rows * count, slots or memory.slots, rows)
 
     def _size(self, calls: Sequence[Call], memory: RowMemory) -> tuple[int, int]:
-        """The nodes of each row, and the number of slots that attention reads (0: all), for the
-        longest row."""
+        """Return the number of nodes of each row, and the number of slots that attention reads (0
+        means all slots). The longest row determines both."""
         count = self.padded(max(len(call.tokens) for call in calls), memory.rows)
         return count, self._seen_over(memory, max(call.slot for call in calls) + count)
 
@@ -315,7 +319,7 @@ class DeviceEngine:
         return outputs
 
     def _staging(self, memory: RowMemory) -> DeviceKVCache:
-        """The separate cache in which the prompts of several rows run."""
+        """Return the separate cache in which the prompts of several rows run."""
         prepared = self._prepared_over(memory)
         if prepared.staging is None:
             prepared.staging = self.make_memory(1).caches()[0]
@@ -375,8 +379,8 @@ class DeviceEngine:
         ]
 
     def _run(self, calls: Sequence[Call], only_caches: bool = False) -> list[StepOutputs]:
-        """Run calls over rows of one memory. With ``only_caches``, logits are not used, so each row
-        computes them for only one node."""
+        """Run calls over rows of one memory. If ``only_caches`` is True, the logits are not used,
+        so each row computes logits for only one node."""
         rows = [_row(call.kv_cache).row for call in calls]
         memory = _row(calls[0].kv_cache).memory
         first, stop = (0, memory.rows) if memory.fixed else (min(rows), max(rows) + 1)
@@ -413,8 +417,8 @@ class DeviceEngine:
         return StepOutputs(no_logits, ids, logprobs, levels=call.levels)
 
     def _prepared_over(self, memory: RowMemory) -> "_Prepared":
-        """The prepared calls for one memory. Calls that are bound to former tensors of the memory
-        are dropped."""
+        """Return the prepared calls for one memory. Calls that are bound to former tensors of the
+        memory are dropped."""
         found = self._prepared.get(memory)
         if found is None:
             capture = self.cuda_graphs and self.stages[0].stream.on_gpu
@@ -436,8 +440,9 @@ class DeviceEngine:
         slots: int = 0,
         only_caches: bool = False,
     ) -> ForwardStep:
-        """A call of ``count`` nodes of each row, whose attention reads ``slots`` slots (0: all). It
-        is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
+        """Return a prepared call of ``count`` nodes of each row. Its attention reads ``slots``
+        slots (0 means all slots). The call is captured and kept if ``count`` is a bucket or, if
+        there are no buckets, fits a round."""
         prepared = self._prepared_over(memory)
         largest_round = self.padded(self.manifest.max_tree_nodes + 1)
         reused = count in self.buckets or (not self.buckets and count <= largest_round)
@@ -470,13 +475,13 @@ class _Prepared:
     """The prepared calls of an engine for one memory.
 
     Attributes:
-        pool: Memory pool for CUDA graphs; None if nothing is captured.
+        pool: Memory pool for CUDA graphs, or None if nothing is captured.
         version: Version of the memory for which they are prepared.
-        steps: Prepared calls, by first row, number of rows, nodes and slots that attention reads,
-            and ``only_caches``.
-        loops: Prepared draft chains, by row and number of slots.
-        staging: Cache in which prompts run if fixed memory has several rows. Made for the first
-            such prompt.
+        steps: The prepared calls. The key consists of the first row, the numbers of rows, nodes,
+            and slots that attention reads, and ``only_caches``.
+        loops: The prepared draft chains for each row and number of slots.
+        staging: The cache in which prompts run if fixed memory has several rows. It is made for the
+            first such prompt.
     """
 
     pool: object
@@ -492,14 +497,14 @@ def _row(kv_cache: KVCache) -> DeviceKVCache:
 
 
 def _kept(outputs: StepOutputs) -> StepOutputs:
-    """Outputs whose logits are fetched before another call overwrites them."""
+    """Return outputs whose logits are fetched before another call overwrites them."""
     if outputs is not NO_OUTPUTS:
         outputs.fetched()
     return outputs
 
 
 def _node(call: Call, at: int) -> Call:
-    """A node of a call as a separate call."""
+    """Return a node of a call as a separate call."""
     mask = None if call.tree_mask is None else call.tree_mask[at : at + 1]
     return Call(
         call.kv_cache,
@@ -548,19 +553,20 @@ def make_engines(
     Args:
         manifest: Manifest of the engine directory.
         verify: The stages of verify in order.
-        draft: The draft; None for no draft engine.
-        make_memory: Makes memory for the KV caches of a number of sequences, for both engines.
+        draft: The draft, or None for no draft engine.
+        make_memory: A function that makes memory for the KV caches of a number of sequences. Both
+            engines use this memory.
         pad: Whether to pad calls to buckets.
-        multiple: Without buckets, verify calls are padded to multiples of this number. Draft calls
-            need no padding, because rounding in the draft does not change the output.
+        multiple: If there are no buckets, verify calls are padded to a multiple of this number.
+            Draft calls need no padding, because rounding in the draft does not change the output.
         one_by_one: Whether the nodes of a draft call run one after another.
-        slots: Numbers of slots that attention may read, in verify calls and in draft calls; see
-            :class:`DeviceEngine`.
+        slots: The numbers of slots that attention may read in verify calls, and those for draft
+            calls. See :class:`DeviceEngine`.
         prefill_chunk: Maximum number of prompt tokens in one call. Default: the manifest's
             ``gpu_prefill_chunk`` if calls are padded; if not, 128, or the number of slots if that
             is smaller.
-        exact: See :func:`buckets_for`; for padded verify calls. Draft calls use the smallest
-            bucket.
+        exact: See :func:`buckets_for`. It applies to padded verify calls. Draft calls use the
+            smallest bucket.
         by_rows: Whether a row's states in a verify call are independent of the call's number of
             rows. If so, exact calls of one sequence use the smallest bucket, too, and only the LM
             head computes the rows of the largest round.

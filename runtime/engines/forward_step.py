@@ -1,4 +1,4 @@
-"""A prepared call of several rows, which runs through an engine's stages on their devices."""
+"""A prepared call of several rows. It runs through an engine's stages on their devices."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from eesd.runtime.engines.device import ALIGNMENT, AttentionMask, StageRunner, S
 from eesd.runtime.engines.device_results import fetch, pack_results, to_host
 
 STRIDE = ALIGNMENT // 8
-"""Inputs in one int64 buffer begin at multiples of this number of elements."""
+"""Several inputs are in one int64 buffer. Each begins at a multiple of this number of elements."""
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.int64])
 
@@ -30,9 +30,9 @@ class InputViews(NamedTuple, Generic[Buffer]):
     Attributes:
         tokens: [B, n].
         positions: [B, n].
-        slot: Slot of the first node of each sequence, [B].
-        context_len: See :class:`~eesd.runtime.engines.base.Call`; [B].
-        tree_mask: 1 if a node sees a slot, 0 if not; [B, n, width].
+        slot: The slot [B] of the first node of each sequence.
+        context_len: The numbers [B] that :class:`~eesd.runtime.engines.base.Call` explains.
+        tree_mask: A mask [B, n, width], which is 1 if a node sees a slot, and 0 if not.
     """
 
     tokens: Buffer
@@ -47,8 +47,8 @@ def _buffer_size(batch: int, count: int, width: int) -> int:
 
 
 def _input_views(buffer: Buffer, batch: int, count: int, width: int) -> InputViews[Buffer]:
-    """The inputs of ``count`` nodes of ``batch`` sequences in a buffer of :func:`_buffer_size`
-    elements."""
+    """Return the inputs of ``count`` nodes of ``batch`` sequences, as views of a buffer of
+    :func:`_buffer_size` elements."""
     nodes = batch * count
     positions = _aligned(nodes)
     slot = 2 * positions
@@ -66,7 +66,8 @@ def _aligned(count: int) -> int:
 
 
 Layer = Callable[[int], Tensor]
-"""Returns the keys and values of a layer, [2, B, KV, S, D]: the memory that calls update."""
+"""A function that returns the keys and values [2, B, KV, S, D] of a layer. They are the memory that
+calls update."""
 
 
 def caches_of(stage: StageRunner, layer: Layer) -> list[KV]:
@@ -74,8 +75,8 @@ def caches_of(stage: StageRunner, layer: Layer) -> list[KV]:
 
 
 class _StageStep:
-    """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask,
-    run the graph."""
+    """One stage's part of a :class:`ForwardStep`. It copies the inputs to the device, computes the
+    mask, and runs the graph."""
 
     def __init__(
         self,
@@ -94,15 +95,15 @@ class _StageStep:
         Args:
             stage: The stage.
             layer: The KV caches.
-            host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
+            host_inputs: The inputs in host memory, with the layout of :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0 for a call that has only chains.
             logit_rows: R, the number of nodes, at the end of the call, that get logits. If R
                 exceeds the number of nodes, the last node's logits fill the remaining rows.
             slots: Number of slots, from the first on, that attention reads; 0: all.
-            hidden: Memory for the previous stage's hidden state [B, n, hidden]; None if this stage
-                takes the tokens.
-            pool: Memory pool for the stage's CUDA graph; None to capture nothing.
+            hidden: Memory for the previous stage's hidden state [B, n, hidden], or None if the
+                inputs of this stage are the tokens.
+            pool: Memory pool for the stage's CUDA graph. If it is None, nothing is captured.
         """
         device = stage.stream.device
         caches = caches_of(stage, layer)
@@ -139,7 +140,8 @@ class _StageStep:
 
 
 class ForwardStep:
-    """A forward call, of a fixed number of nodes and sequences, through all stages of an engine."""
+    """A forward call through all stages of an engine. Its numbers of nodes and sequences are
+    fixed."""
 
     def __init__(
         self,
@@ -161,11 +163,11 @@ class ForwardStep:
             is_draft: Whether the stages belong to the draft engine.
             layer: The KV caches, which determine the number of sequences.
             count: n, including padding.
-            width: Columns of the tree mask; 0 for a call that has only chains, and more nodes than
-                a round.
-            logit_rows: R, the number of nodes at the end of each sequence that get logits; in a
+            width: Number of columns of the tree mask. It is 0 for a call that has only chains and
+                more nodes than a round.
+            logit_rows: R, the number of nodes at the end of each sequence that get logits. In a
                 draft, all nodes get logits.
-            pool: Memory pool for CUDA graphs; None to capture nothing.
+            pool: Memory pool for CUDA graphs. If it is None, nothing is captured.
             slots: Number of slots, from the first on, that attention reads; 0: all.
         """
         pinned = stages[0].stream.on_gpu
@@ -205,8 +207,8 @@ class ForwardStep:
         self._stages[-1].host_results, self._found = self._host_results, self._host_results.numpy()
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
-        """Write the inputs of each sequence, up to n nodes. None stands for a sequence that only
-        fills the call, and writes to its last slots."""
+        """Write the inputs of each sequence, which has up to n nodes. None stands for a sequence
+        that only fills the call. Such a sequence writes to its last slots."""
         for inputs, call in zip(self._inputs, calls, strict=True):
             if call is None:
                 self._set_row(inputs, (), (), self._slots - self._count)
@@ -242,8 +244,9 @@ class ForwardStep:
         """Run all stages, and wait for the results.
 
         Args:
-            wanted: For each sequence: its index; the number of nodes, from the first on, whose
-                results are returned; and the function that chooses from its logits.
+            wanted: Three values for each sequence. They are its index, the number of nodes (from
+                the first on) whose results are returned, and the function that chooses from its
+                logits.
         """
         with ExitStack() as stack:  # enter each stream once: entering takes as long as a launch
             for previous, step in zip((None, *self._stages), self._stages, strict=False):
@@ -266,7 +269,7 @@ class ForwardStep:
         return to_host(choose(last.results[0][row, :count].float()), last.stage.stream)
 
     def _outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None) -> StepOutputs:
-        """The results of the first ``count`` nodes of a sequence."""
+        """Return the results of the first ``count`` nodes of a sequence."""
         last = self._stages[-1]
         results, every = self._found[row :: self._batch, :count], last.results[0]
         fetch_logits = partial(fetch, lambda: every[row, :count].float(), last.stage.stream)

@@ -1,5 +1,5 @@
-"""Run engines of TensorRT and TensorRT-RTX on torch's device memory, wherever the engines come
-from."""
+"""Run engines of TensorRT and TensorRT-RTX on torch's device memory. It does not matter where the
+engines come from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from eesd.runtime.engines.trt_plans import attended_slots
 
 @dataclass(eq=False)
 class TrtStageRunner:
-    """A graph in a TensorRT engine.
+    """Runs a graph in a TensorRT engine.
 
     Each prepared call has a separate execution context, because a captured CUDA graph depends on
     the shapes of its context.
@@ -37,8 +37,8 @@ class TrtStageRunner:
         graph: The graph.
         decode_nodes: Largest node count of profile 0. Larger calls are prefill calls and use
             profile 1.
-        make_context: Makes an execution context that has no memory.
-        stream: The stream to run in, with its device.
+        make_context: A function that makes an execution context that has no memory. stream: The
+            stream to run in, with its device.
         scratch: Working memory of the contexts. The contexts run one after another, so they share
             the memory.
         capturable: Whether all calls prepared so far can be captured in a CUDA graph.
@@ -104,11 +104,11 @@ def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
 Tensors = Tensor | Sequence[Tensor]
 KVMemory = Tensors | Callable[[int], Tensors]
 """Memory for one sequence (see :class:`~eesd.runtime.engines.device_cache.RowMemory`), or a
-function that makes it for a number of sequences. A single tensor need not be in a list."""
+function that makes memory for a number of sequences. A single tensor need not be in a list."""
 
 
 class EngineSource(Protocol):
-    """The source of TensorRT engines: the plans of a directory, or a service that has loaded
+    """The source of TensorRT engines. It is the plans of a directory, or a service that has loaded
     engines."""
 
     @property
@@ -120,14 +120,14 @@ class EngineSource(Protocol):
         """Number of sequences that every engine takes in one decoding call."""
 
     def load(self, graph: GraphInfo) -> Any:
-        """The ``ICudaEngine`` of a graph, on the current GPU."""
+        """Load the ``ICudaEngine`` of a graph on the current GPU."""
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
-        """An execution context that has no memory."""
+        """Make an execution context that has no memory."""
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Called after a binding has warmed up, to save the kernels that were compiled for a
-        graph."""
+        """Save the kernels that were compiled for a graph. This method is called after a binding
+        has warmed up."""
 
 
 def open_tensorrt(
@@ -145,13 +145,13 @@ def open_tensorrt(
         manifest: Manifest of the engine directory.
         source: The source of the TensorRT engines.
         draft: Whether to load the draft engine.
-        streams: The stream of each verify stage. Stages on one GPU share its stream. Default: the
-            stages are spread over the GPUs.
-        kv_memory: Memory for the KV cache of one sequence; or a function that makes memory for each
-            session opened while others are open, and for the rows of a batch. Default: allocate
-            with torch.
-        scratch: Working memory of the execution contexts: one tensor for all stages, or one tensor
-            for each stage. Default: allocate with torch.
+        streams: The stream of each verify stage. Stages on one GPU share its stream. By default,
+            the stages are spread over the GPUs.
+        kv_memory: Memory for the KV cache of one sequence, or a function that makes memory. The
+            function is called for each session that is opened while others are open, and for the
+            rows of a batch. Default: allocate with torch.
+        scratch: Working memory of the execution contexts. It is one tensor for all stages, or one
+            tensor for each stage. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
@@ -199,7 +199,7 @@ def open_tensorrt(
 
 def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
     """Raise :class:`EESDError` unless every cache has the right number of slots and is updated in
-    place: later calls would not see writes to a copy."""
+    place, because later calls would not see writes to a copy."""
     for tensor in graph.outputs[len(graph.results) :]:
         slots = engine.get_tensor_shape(tensor.name)[2]
         if slots != manifest.gpu_slots:
@@ -219,8 +219,8 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
 ) -> Callable[[int], RowMemory]:
-    """Return a function that makes memory for the KV caches of open sessions, separate for each
-    session, and for the caches of a batch."""
+    """Return a function that makes memory for KV caches. Each open session has separate memory, and
+    so have the caches of a batch."""
     unused = [] if callable(given) else [given]
 
     def lent(rows: int, tensors: Tensors) -> RowMemory:
@@ -264,14 +264,15 @@ def _scratch_memory(
     stages: Sequence[DeviceStream],
     given: Tensor | Sequence[Tensor] | None,
 ) -> dict[DeviceStream, Tensor]:
-    """Memory for the execution contexts of each stream, as large as its largest engine needs.
+    """Return memory for the execution contexts of each stream. It has the size that the stream's
+    largest engine needs.
 
     Args:
         graphs: Each graph, and the stream in which it runs.
-        engines: TensorRT engines by the name of the graph file.
+        engines: The TensorRT engines by the name of the graph file.
         stages: The stream of each verify stage.
-        given: Memory to use: one tensor for all stages, or one tensor for each stage; None to
-            allocate memory.
+        given: The memory to use, which is one tensor for all stages or one tensor for each stage.
+            If it is None, memory is allocated.
     """
     sizes: dict[DeviceStream, int] = {}
     for graph, stream in graphs:

@@ -1,5 +1,5 @@
-"""The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the
-GPUs that they support.
+"""The TensorRT plans of an engine directory, and the flavours of TensorRT with their versions and
+the GPUs that they support.
 
 Plans are checked before they are loaded, because errors of TensorRT's loader do not name a remedy.
 """
@@ -25,16 +25,17 @@ LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
 
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""The flavours of TensorRT plans, and the Python module that builds and runs plans of each."""
+"""The flavours of TensorRT plans, and the Python module that builds and runs the plans of each
+flavour."""
 LONG_CACHE = 16384
-"""Slots of the largest cache for which TensorRT-RTX is known to have an attention kernel for
-exactly one node (measured; it has none for 24576)."""
+"""Number of slots of the largest cache for which TensorRT-RTX is known to have an attention kernel
+for exactly one node. This was measured. For 24576 slots there is no such kernel."""
 FEWEST_SLOTS = 1024
 """Attention over fewer slots is not worth separate kernels, because reading the weights takes far
 longer."""
 TURING = "7.5"
 """The oldest compute capability that has kernels. This GPU generation has no kernels for bfloat16
-and int4: builds for them end in a compiler error."""
+and int4. Builds for these types end in a compiler error."""
 
 _LEAST = {FP8: "8.9", FP4: "10.0"}
 """The oldest compute capability that has kernels for levels of these types, which only some GPUs
@@ -74,8 +75,8 @@ class PlanDirectory:
 
     @property
     def notice(self) -> str:
-        """A line for the user about kernels that TensorRT-RTX has yet to compile; empty if there
-        are none."""
+        """A line for the user about kernels that TensorRT-RTX still has to compile. It is empty if
+        there are no such kernels."""
         if not hasattr(self.trt, "IRuntimeCache") or all(
             self._kernel_file(graph).exists() for graph in self._manifest.graphs
         ):
@@ -182,7 +183,8 @@ class PlanDirectory:
 
 
 def matches_graph(engine: Any, graph: GraphInfo) -> bool:
-    """Whether a TensorRT engine has the inputs and outputs of a graph, by their names."""
+    """Return whether the inputs and outputs of a TensorRT engine have the same names as those of a
+    graph."""
     names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     return names == {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
 
@@ -214,13 +216,14 @@ def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInf
 
 
 def graph_read(plan: Path) -> Path:
-    """The graph file that TensorRT read for a plan. It is next to the plan and the weights."""
+    """Return the path of the graph file that TensorRT read for a plan. It is next to the plan and
+    the weights."""
     return plan.with_suffix(".plan.onnx")
 
 
 def refit_digest(graph: Path, manifest: Manifest) -> str:
-    """SHA-256 of a graph file (see :func:`graph_read`) and of samples of the weights next to it.
-    Samples of different models differ."""
+    """Return the SHA-256 of a graph file (see :func:`graph_read`) and of samples of the weights
+    next to it. The samples of different models differ."""
     files = [
         name
         for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked)
@@ -276,8 +279,8 @@ def _check_gpu(directory: Path, manifest: Manifest, plan: PlanInfo) -> None:
 
 
 def make_logger(trt: Any, errors: list[str]) -> Any:
-    """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error
-    messages to ``errors``."""
+    """Make a TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends
+    error messages to ``errors``."""
     levels = {"INTERNAL_ERROR": logging.ERROR, "VERBOSE": logging.DEBUG}
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -294,7 +297,7 @@ def make_logger(trt: Any, errors: list[str]) -> Any:
 
 
 def first_error(errors: list[str]) -> str:
-    """The first line of the first message that a logger of :func:`make_logger` received."""
+    """Return the first line of the first message that a logger of :func:`make_logger` received."""
     return errors[0].splitlines()[0][:300] if errors else "it does not say why"
 
 
@@ -315,18 +318,19 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
 
 
 def library_version(flavour: str) -> str:
-    """Version of a flavour's installed library.
+    """Return the version of a flavour's installed library.
 
-    The version is the module's, not the package's: ``tensorrt``, ``tensorrt-cu12`` and
-    ``tensorrt-cu13`` install the same module.
+    It is the version of the module and not of a package, because the packages ``tensorrt``,
+    ``tensorrt-cu12`` and ``tensorrt-cu13`` install the same module.
     """
     return str(importlib.import_module(FLAVOURS[flavour]).__version__)
 
 
 def supported_capabilities(flavour: str) -> tuple[str, ...]:
-    """The compute capabilities for which the installed TensorRT-RTX has kernels.
+    """Return the compute capabilities for which the installed TensorRT-RTX has kernels.
 
-    Empty for TensorRT: it builds only on the GPU that will run the plans, and raises errors there.
+    The result is empty for TensorRT. TensorRT builds only on the GPU that will run the plans, and
+    raises errors there.
     """
     if flavour == "tensorrt":
         return ()
@@ -335,9 +339,9 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
 
 
 def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
-    """The compute capabilities for which TensorRT-RTX builds a directory's plans by default.
+    """Return the compute capabilities for which TensorRT-RTX builds a directory's plans by default.
 
-    If empty, TensorRT-RTX builds for all except the oldest.
+    If there are none, TensorRT-RTX builds for all except the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
     return tuple(
@@ -382,8 +386,8 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
 
 
 def first_slots(slots: int) -> tuple[int, ...]:
-    """The numbers of slots, from the first on, that attention in a plan may read. A call reads the
-    smallest number that includes all slots that it sees.
+    """Return the numbers of slots, from the first slot on, that attention in a plan may read. A
+    call reads the smallest number that includes all slots that it sees.
 
     The numbers are an eighth, a quarter and a half of ``slots``, rounded down to a multiple of 16
     for alignment, and ``slots``.
@@ -393,12 +397,12 @@ def first_slots(slots: int) -> tuple[int, ...]:
 
 
 def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
-    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with kernels for a
-    range of node counts.
+    """Return whether TensorRT-RTX drafts faster with kernels for exactly one node than with kernels
+    for a range of node counts.
 
-    For exactly one node, attention reads the caches in place; for a range of counts it copies them
-    in every call. But there is no such attention kernel for long caches, and kernels for exactly
-    one node expand int8 weights to 16 bits in every call.
+    For exactly one node, attention reads the caches in place. For a range of node counts, it copies
+    the caches in every call. But there is no such attention kernel for long caches, and kernels for
+    exactly one node expand int8 weights to 16 bits in every call.
     """
     own = quantization.draft
     copies = own is not None and BITS[own.weights] < BITS["int8"]  # copies of all int8 weights
@@ -407,8 +411,8 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
-    """The numbers of slots, from the first on, that attention in a graph's plan may read,
-    ascending. Its mask has one of these numbers of columns.
+    """Return the numbers of slots, from the first slot on, that attention in a graph's plan may
+    read, in ascending order. Its mask has one of these numbers of columns.
 
     A draft that reads the caches in place reads all slots, because TensorRT-RTX would copy a
     smaller number of slots.
