@@ -55,9 +55,9 @@ class LoadRule:
 
     Attributes:
         draft, verify: Costs of the calls of each engine, including the host's work for them. The
-        batch adds samples.
+            batch adds samples.
         draft_size, verify_size: Functions that return the sizes of calls after padding. They are
-        set when the batch is made.
+            set when the batch is made.
         padded: Whether a verify pass pads all rows to the longest row. If True, all rows verify the
             same number of levels. If False, each row may verify a different number of nodes. It is
             set together with the sizes.

@@ -28,12 +28,12 @@ class Load:
 
     Attributes:
         queued, prefilling, running: The numbers of requests that are waiting, that are being
-        prefilled, and that are decoding.
+            prefilled, and that are decoding.
         kv_used: Share of the memory for keys and values that requests occupy.
         rounds: Rounds so far.
         prefix_queries, prefix_hits: ``prefix_queries`` is the number of tokens of all prompts.
-        ``prefix_hits`` is the number of these tokens whose keys and values were kept from earlier
-        prompts.
+            ``prefix_hits`` is the number of these tokens whose keys and values were kept from
+            earlier prompts.
         drafted: Number of drafted levels that the last round verified.
         pauses: Number of times that a request temporarily lost its keys and values to other
             requests.

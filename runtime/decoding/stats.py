@@ -61,11 +61,11 @@ class Stats:
             judged at a depth if it reached that depth and all tokens before were accepted.
         accepted_at_depth: Number of these rounds in which the token at that depth was accepted.
         text_verified_at_depth, text_accepted_at_depth: The same two numbers for tokens that the
-        text proposed.
+            text proposed.
         guard_pauses: Number of times that the guard paused a drafter.
         exact: Whether a check at load time found that logits do not depend on a call's number of
-        rows. It is None if there was no check. prefill_seconds, draft_seconds, verify_seconds: Time
-        in the engines.
+            rows. It is None if there was no check.
+        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
         host_seconds: The rest of the decode time, which sampling, the tree and the controller take.
     """
 

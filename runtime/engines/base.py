@@ -25,7 +25,7 @@ class StepOutputs:
 
     Attributes:
         topk_ids, topk_logprobs: The ids and log-probabilities [n, K] of the K most likely tokens of
-        each node. Only a draft engine returns them.
+            each node. Only a draft engine returns them.
         chosen: The result [n, ...] of the call's :data:`Choose` function, if the call had one.
         levels: Number of levels that a draft call ran. If there are several levels, row i belongs
             to level i.

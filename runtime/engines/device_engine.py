@@ -92,8 +92,8 @@ class DeviceEngine:
         stages: The stages in order. A draft engine has one stage.
         is_draft: Whether this is the draft engine.
         make_memory: A function that makes memory for the KV caches of a number of sequences.
-            buckets: The node counts to which calls are padded. It is empty if calls are not padded
-                to buckets. If it is (1,), the nodes of a call run one after another.
+        buckets: The node counts to which calls are padded. It is empty if calls are not padded to
+            buckets. If it is (1,), the nodes of a call run one after another.
         slots: The numbers of slots that attention may read, in ascending order. The last number is
             the whole cache. A call reads the smallest number of slots that includes its padded
             nodes. If there are no numbers, calls read the whole cache.

@@ -1,4 +1,4 @@
-"""The operations of the torch engine on a GPU, with kernels in Triton.
+"""The operations of the torch engine on a GPU. Their kernels are written in Triton.
 
 Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A
 decoding pass has so few rows that a kernel takes about as long as its launch. Here a block has four
@@ -6,7 +6,7 @@ matrix products (with joined weights) instead of seven, and six other kernels in
 fifty. These kernels compute in float32, and round only where torch's last operation does. A row's
 bits depend neither on the other rows nor on their number.
 
-Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): if one program
+Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023). If one program
 read all slots of a head, as in torch's attention for few queries, a decoding call would have too
 few programs for a GPU. The ends of splits depend on the number of slots that a call may see. The
 slots that a token sees are derived from its slot or from the tree, so there is no mask. Calls with
@@ -41,23 +41,23 @@ MOST_NODES = 64
 mask."""
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
-"""Maximum number of splits, and minimum number of slots of a split."""
+"""The maximum number of splits, and the minimum number of slots of a split."""
 ROWS = 64
-"""Number of queries in a program of attention, whatever the number of tokens, so that a query's
-bits do not depend on that number."""
+"""Number of queries in a program of attention. It is the same for every number of tokens, so that a
+query's bits do not depend on the number of tokens."""
 WIDEST_HEAD = 256
-"""Maximum size of a head; wider heads do not fit the shared memory of all GPUs."""
+"""Maximum size of a head. Wider heads do not fit the shared memory of all GPUs."""
 WIDE = 1024
 """Number of values that a program of an elementwise kernel computes."""
 PART = 4096
-"""Number of logits among which a program looks for the best."""
+"""A program looks for the best among this number of logits."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP = tl.constexpr(2**31 - 1)
 NONE = tl.constexpr(-(2**63))
 """The largest value of each half of a key, and a number below all keys; see
 :func:`_best_of_part`."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers whose weights are adjacent in memory, so that they run as one layer."""
+"""The linear layers whose weights are adjacent in memory, so that they run as one layer."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
@@ -81,7 +81,7 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
 def normalize(
     x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add the two tensors [..., size], if there are two. Returns the sum and its RMSNorm."""
+    """Add the two tensors [..., size] if there are two. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
     total = x if added is None else torch.empty_like(x)
     y = torch.empty_like(x)
@@ -108,7 +108,7 @@ def _gate(x, y, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def gate(x: Tensor) -> Tensor:
-    """SwiGLU [..., size] of gate and up, which are side by side in x [..., 2 size]."""
+    """Compute SwiGLU [..., size] of gate and up, which are side by side in x [..., 2 size]."""
     x = x.contiguous()
     size = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], size))
@@ -191,10 +191,10 @@ def rotate_and_write(
     """Rotate queries and keys, and write keys and values into their slots.
 
     Args:
-        x: Queries, keys and values of all heads side by side, [B, n, (H + 2 KV) D]; H may be 0.
+        x: Queries, keys and values [B, n, (H + 2 KV) D] of all heads side by side. H may be 0.
         rotary_tables: cos and sin, each [S, D/2].
         position_ids: [B, n].
-        write_indices: Slot of each sequence's first token, [B].
+        write_indices: The slot [B] of each sequence's first token.
         norms: Weights [D] of the norms of queries and keys, if the model has them.
         eps: Epsilon of the norms.
         cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
@@ -326,14 +326,14 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
-    """Grouped-query attention for calls of few tokens. The kernel never reads slots after the
-    call's own slots.
+    """Compute grouped-query attention for calls of few tokens. The kernel never reads slots after
+    the call's own slots.
 
     Args:
         q: Queries [B, n, H, D].
         cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
-        inputs: The slots of the tokens, the slots that they see, and the shape of a mask [B, 1, n,
-            s] for the first s slots.
+        inputs: The slots of the tokens, and the slots that they see. The mask has the shape [B, 1,
+            n, s] for the first s slots.
 
     Returns:
         [B, n, H D].
@@ -431,17 +431,18 @@ def _join_best(  # type: ignore[no-untyped-def]
 
 
 def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tensor:
-    """The most likely tokens, and their log-probabilities. Among equally likely tokens, the first
-    is chosen.
+    """Find the most likely tokens and their log-probabilities. Among equally likely tokens, the
+    first is chosen.
 
     Args:
         logits: [B, n, V].
-        count: K, at most V; 0 for the most likely token alone.
-        tokens: The token of each column, [V] int64; None if it is the column's index.
+        count: K, which is at most V, or 0 to find only the most likely token.
+        tokens: The token of each column, [V] int64. It is None if the token of each column is the
+            column's index.
 
     Returns:
-        A float32 tensor [2 B, n, K]: the ids [B, n, K], then the log-probabilities [B, n, K]. If
-        ``count`` is 0, the tokens [B, n, 1].
+        A float32 tensor [2 B, n, K] with the ids [B, n, K], followed by the log-probabilities [B,
+        n, K]. If ``count`` is 0, the tokens [B, n, 1].
     """
     batch, nodes, size = logits.shape
     kept = max(count, 1)
@@ -458,8 +459,8 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors concatenated along their first dimension: a view if they are adjacent in memory, a
-    copy if not."""
+    """Concatenate tensors along their first dimension. The result is a view if they are adjacent in
+    memory, and a copy if not."""
     first = parts[0]
     step = parts[0].stride(0)
     begin = first.storage_offset()
@@ -478,11 +479,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Sum:
-    """Hidden states x, and a term of a block that the next norm adds to them.
+    """The hidden states x, and a term that the next norm adds to them.
 
     Attributes:
         x: Hidden states [B, n, hidden].
-        added: The term to add: the output of attention.
+        added: The term to add, which is the output of attention.
         total: The sum. Set by the norm that computes it.
     """
 
@@ -570,15 +571,16 @@ def _put_together(layers: Sequence[nn.Linear]) -> None:
 
 
 def computes_by_rows(verify: Verify) -> bool:
-    """Whether a row's states are independent of a call's number of rows. With torch's products they
-    are not independent."""
+    """Return whether a row's states do not depend on a call's number of rows. With torch's products
+    they do depend on it."""
     blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
     products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
     return verify.operations is FusedOperations and not any(products)
 
 
 def _has_other_parts(geometry: Geometry) -> bool:
-    """Whether a block differs from Llama's in any computation, or has heads that are too wide."""
+    """Return whether a block differs from Llama's blocks in any computation, or has heads that are
+    too wide."""
     return bool(
         geometry.head_dim > WIDEST_HEAD
         or geometry.qk_norm_joint

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005, SIM300 -- Triton has no unpacking, and no constant before a name
-"""Products with quantized weights on a GPU: a Triton kernel that dequantizes the weights of a tile
-in registers.
+"""Multiply by quantized weights on a GPU. A Triton kernel dequantizes the weights of a tile in
+registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
 of the inputs. It processes the inputs in steps. Each step reads its levels once, turns them into
@@ -8,8 +8,8 @@ the same weights as :func:`~eesd.model.quantized.dequantize`, rounded to the act
 multiplies every group by these weights. Sums are float32; another kernel adds the sums of the
 parts, always in the same order, and rounds once.
 
-A row's bits depend neither on the other rows nor on their number: every group is a product of the
-same shape, which sums over the inputs in the same order. The parts depend only on the weight.
+A row's bits depend neither on the other rows nor on their number, because every group is a product
+of the same shape and sums over the inputs in the same order. The parts depend only on the weight.
 Nothing is tuned at run time. The number of groups only determines how many rows share each read of
 the levels.
 
@@ -30,23 +30,24 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Number of rows of a group: the minimum for tensor cores."""
+"""Number of rows of a group. It is the minimum for tensor cores."""
 MOST_GROUPS = 4
 """Maximum number of groups of a program. A round of 32 drafted tokens has three groups."""
 PROGRAMS = 512
-"""Number of programs that a weight should have; inputs are split into parts to reach it."""
+"""Number of programs that a weight should have. Inputs are split into parts to reach this
+number."""
 STEPS = (32, 16, 8, 4)
 """Numbers of steps that a part may have. The largest number that gives a weight enough programs is
 used."""
 STAGES = 3
 """Number of steps that are in a program's shared memory at the same time."""
 WIDE = 512
-"""Number of sums whose parts a program adds."""
+"""A program adds the parts of this number of sums."""
 
 
 def _spread(magic: int) -> str:
-    """PTX that puts the 4-bit levels of two words into the low bits of ``magic``: eight pairs of
-    16-bit numbers."""
+    """Return PTX that puts the 4-bit levels of two words into the low bits of ``magic``. The result
+    is eight pairs of 16-bit numbers."""
     lines = [".reg .b32 t;"]
     for number in range(8):
         byte, high = divmod(number, 2)
@@ -209,24 +210,24 @@ def multiply(
     bits: int,
     middle: int,
 ) -> Tensor:
-    """Multiply rows by a quantized weight. Does not wait for the GPU, and allocates only the
+    """Multiply rows by a quantized weight. This does not wait for the GPU, and allocates only the
     result.
 
     The first call with a new type, block size or number of groups compiles a kernel, which takes
     about a second. Triton keeps compiled kernels.
 
     Args:
-        x: Rows [n, in], contiguous, of float16 or bfloat16.
-        levels: Unsigned levels in 32-bit words, [panels, steps, P, W]. From its low bits on, word j
+        x: Contiguous rows [n, in] of float16 or bfloat16.
+        levels: Unsigned levels in 32-bit words [panels, steps, P, W]. From its low bits on, word j
             of panel p, step s and output c has the levels of output p P + c and the inputs s K + j,
-            s K + j + W and so on, where K is the number of inputs in a step: 8 W with 4 bits, 4 W
-            with 8. P and W are powers of two, and no block is smaller than W.
+            s K + j + W and so on. K is the number of inputs in a step, which is 8 W with 4 bits and
+            4 W with 8 bits. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
-        zeros: Zero points [in / block, out], one byte each; None if all are 0.
-        minimums: Minimums [in / block, out]; None if all are 0.
-        bits: Bits of a level: 8 or 4.
-        middle: Number subtracted from every level: the level that stands for 0, if the original
-            levels were signed.
+        zeros: Zero points [in / block, out] of one byte each, or None if all are 0.
+        minimums: Minimums [in / block, out], or None if all are 0.
+        bits: Number of bits of a level, which is 8 or 4.
+        middle: Number that is subtracted from every level. If the original levels were signed, it
+            is the level that stands for 0.
 
     Returns:
         The products [n, out] in the type of x.

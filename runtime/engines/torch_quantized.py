@@ -19,7 +19,7 @@ from eesd.model.as_torch import as_torch
 from eesd.model.quantized import Quantized, dequantize, fields
 
 TYPES = ("float16", "bfloat16")
-"""Element types of directories whose weights stay quantized. float32 on a GPU is for
+"""The element types of directories whose weights stay quantized. float32 on a GPU is only for
 comparisons."""
 PANEL = 128
 """Number of outputs that a program of the kernel computes."""
@@ -76,7 +76,7 @@ def arranged(
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Unsigned levels [in, out], one byte each, in the form that ``multiply`` takes."""
+    """Return unsigned levels [in, out] (one byte each) in the form that ``multiply`` takes."""
     inputs, outputs = levels.shape
     count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
@@ -88,10 +88,10 @@ def _words(levels: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight, or the first of several layers that read the same
-    input.
+    """A linear layer with a quantized weight. It may be the first of several layers that read the
+    same input.
 
-    The first layer returns the outputs of all layers, side by side, as one product. The other
+    The first layer then computes one product with the outputs of all layers side by side. The other
     layers are :class:`ComputedBefore`.
     """
 
@@ -104,7 +104,7 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs [..., out] for inputs x [..., in]."""
+        """Return the outputs [..., out] for inputs x [..., in]."""
         y = product(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
@@ -122,7 +122,7 @@ class ComputedBefore(nn.Module):
 
 
 def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """x [n, in] multiplied by a weight, [n, out], in the type of x."""
+    """Multiply x [n, in] by a weight. Returns the product [n, out] in the type of x."""
     from eesd.runtime.engines.torch_kernel import multiply
 
     return multiply(
@@ -138,7 +138,8 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 @cache
 def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why a device cannot multiply by quantized weights, as a clause; None if it can.
+    """Return the reason, as a clause, why a device cannot multiply by quantized weights. Return
+    None if it can.
 
     The function tries the kernel, because Triton also needs a supported driver, a C compiler, and a
     writable folder.
@@ -154,7 +155,7 @@ def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
             found = product(x, arranged(stored, Quantization("int4", 32), device)).float().cpu()
     except ImportError:
         return "Triton is not installed"
-    except Exception as error:  # any error of a compiler, a driver or a file system
+    except Exception as error:  # this may be any error of a compiler, a driver or a file system
         return (
             "Triton fails on it "
             f"({str(error).strip().partition(chr(10))[0] or type(error).__name__})"

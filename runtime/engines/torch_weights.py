@@ -6,9 +6,9 @@ modules' parameters.
 
 On a GPU, 16-bit directories use this project's kernels: the quantized weights of linear layers stay
 quantized (``torch_quantized.py``), and blocks run fewer kernels (``torch_fused.py``). In all other
-cases weights are dequantized when they are loaded, and quantization saves no memory: on the CPU,
-where the torch engine is the reference; in float32; in an embedding table; and if ranks would cut a
-block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
+cases weights are dequantized when they are loaded, and quantization saves no memory. These cases
+are the CPU (where the torch engine is the reference), float32, embedding tables, and ranks that
+would cut a block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,7 +71,7 @@ class Levels:
 
 
 Files = dict[str, NDArray[np.uint8]]
-"""The bytes of the weight files, as mapped pages, by name."""
+"""The bytes of the weight files by name. They are mapped pages."""
 Weights = dict[str, Tensor | QuantizedWeight]
 """Weights by name; linear weights that are tensors have the shape [out, in]."""
 
@@ -84,8 +84,7 @@ class StageModules:
         verify: The verify stage.
         draft: The draft, with the same weights. Only the first stage has a draft.
         rotary_tables: cos and sin, each [S, D/2].
-        by_rows: Whether a row's states in a verify call are independent of the call's number of
-            rows.
+        by_rows: Whether a row's states in a verify call do not depend on the call's number of rows.
     """
 
     verify: Verify
@@ -110,9 +109,9 @@ def load_modules(
         devices: The device of each stage.
         draft: Whether to load the draft. Without it, weights that only the draft uses are not
             loaded.
-        split: This process's part of the blocks; None for all blocks.
-        kernels: Whether to use Triton kernels: weights then stay quantized, and blocks run fewer
-            kernels. None uses them on a GPU where they work.
+        split: This process's part of the blocks, or None for all blocks.
+        kernels: Whether to use Triton kernels. With these kernels, weights stay quantized and
+            blocks run fewer kernels. If it is None, they are used on GPUs where they work.
 
     Raises:
         EESDError: Graphs, weights and manifest do not match, or the weights do not fit the GPU.
@@ -130,7 +129,7 @@ def load_modules(
             stored = _load_weights(directory, manifest, graphs, files, kernels, split)
         with explain_out_of_memory("The weights"):
             weights = {name: weight.to(device) for name, weight in stored.items()}
-        del stored  # frees dequantized weights
+        del stored  # this frees dequantized weights
         with _explain_mismatch(directory):
             add = None if split is None else split.add
             verify = Verify(*_empty_modules(own), manifest.stage_layers[number], add)
@@ -153,8 +152,8 @@ def load_modules(
 
 
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device is a GPU on which the kernels support this directory's type. Logs a notice
-    if the kernels do not work on it."""
+    """Return whether a device is a GPU on which the kernels support this directory's type. Logs a
+    notice if the kernels do not work on it."""
     if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
     fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
@@ -169,7 +168,7 @@ def has_kernels(manifest: Manifest, device: torch.device) -> bool:
 
 
 def _tensor(weight: Tensor | QuantizedWeight) -> Tensor:
-    """A weight that is never quantized."""
+    """Return a weight that is never quantized."""
     assert isinstance(weight, Tensor)
     return weight
 
@@ -187,7 +186,7 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
 
 
 def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
-    """The modules of a model, or of this rank's part of it, on the meta device."""
+    """Make the modules of a model, or of this rank's part of the model, on the meta device."""
     with torch.device("meta"):
         return Decoder(manifest.geometry), make_head(
             manifest.geometry, manifest.exit_head, manifest.max_seq_len
@@ -237,7 +236,7 @@ def _load_weights(
     kernels: bool,
     split: Split | None,
 ) -> dict[str, Tensor | Levels]:
-    """Weights of graphs by name; linear weights that are tensors have the shape [out, in].
+    """Load the weights of graphs by name. Linear weights that are tensors have the shape [out, in].
 
     Args:
         directory: Engine directory.
@@ -275,8 +274,8 @@ def _load_weights(
 def _own_part(
     weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split
 ) -> Tensor | Levels:
-    """This rank's part of a weight or a bias. Only the first rank has the bias of a layer whose
-    input is split."""
+    """Return this rank's part of a weight or a bias. Only the first rank has the bias of a layer
+    whose input is split."""
     name, side = weight.name, split_side(weight.name)
     if side is None:
         return found
@@ -302,14 +301,14 @@ def _own_part(
 
 
 def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:
-    """Views of the parts of a packed weight, by name."""
+    """Return views of the parts of a packed weight, by name."""
     return dict(
         zip(parts_of(name), torch.split(tensor, _outputs(name, len(tensor), manifest)), strict=True)
     )
 
 
 def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
-    """Number of outputs of each part of a weight."""
+    """Return the number of outputs of each part of a weight."""
     parts = parts_of(name)
     return (
         [shape[0] for shape in part_shapes(parts, manifest.geometry, manifest.exit_head)]
@@ -321,7 +320,8 @@ def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
 def _load_weight(
     weight: StoredWeight, stored: dict[str, TensorProto], files: Files, keep_levels: bool
 ) -> Tensor | Levels:
-    """A weight: a view of its file or a dequantized copy, as [out, in]; or its levels."""
+    """Return a weight. It is a view of its file or a dequantized copy, with the shape [out, in]. If
+    the weight stays quantized, return its levels instead."""
     quantization = weight.quantization
     if quantization is None:
         tensor = as_torch(
@@ -339,8 +339,8 @@ def _load_weight(
 def _stored_levels(
     weight: StoredWeight, quantization: Quantization, stored: dict[str, TensorProto], files: Files
 ) -> Quantized:
-    """The tensors of a quantized weight, as views of their file. Raises ValueError if the file has
-    too few bytes."""
+    """Return the tensors of a quantized weight as views of their file. Raises ValueError if the
+    file has too few bytes."""
     kind = quantization.weights
     shape = weight.scales_shape
     types = {SCALES: weight.scales_dtype}
@@ -362,8 +362,8 @@ def _stored_levels(
 
 
 def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: Files) -> Array:
-    """A view of a tensor in its file: flat bytes if it is quantized; if not, an array of its type
-    and shape.
+    """Return a view of a tensor in its file. If the tensor is quantized, the view has flat bytes.
+    If not, it is an array of the tensor's type and shape.
 
     Args:
         tensor: The tensor of the graph.
@@ -388,7 +388,7 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
 
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:
-    """The external tensors of a graph file by name, without their data."""
+    """Return the external tensors of a graph file by name, without their data."""
     return {
         tensor.name: tensor
         for tensor in read_graph(path).graph.initializer

@@ -37,8 +37,8 @@ class TrtStageRunner:
         graph: The graph.
         decode_nodes: Largest node count of profile 0. Larger calls are prefill calls and use
             profile 1.
-        make_context: A function that makes an execution context that has no memory. stream: The
-            stream to run in, with its device.
+        make_context: A function that makes an execution context that has no memory.
+        stream: The stream to run in, with its device.
         scratch: Working memory of the contexts. The contexts run one after another, so they share
             the memory.
         capturable: Whether all calls prepared so far can be captured in a CUDA graph.
