@@ -1,4 +1,5 @@
-"""Fixtures shared by the tests: random checkpoints and engines, built once and never changed.
+"""Fixtures that the tests share. They give random checkpoints and engines, which are built once and
+never changed.
 
 ``make test`` runs the tests in two processes. Each process has a separate processor, and both use
 the same built directories.

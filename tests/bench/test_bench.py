@@ -337,7 +337,7 @@ def test_there_are_16_bundled_prompts_of_each_of_five_tasks() -> None:
 
 
 def test_tuning_prompts_are_never_reported() -> None:
-    """For any requested numbers of prompts, each prompt has one purpose, and the tasks
+    """Whatever numbers of prompts are requested, each prompt has only one purpose, and the tasks
     alternate."""
     prompts = load_tasks([])
     tuning, reported = split_prompts(prompts, 99, 99)

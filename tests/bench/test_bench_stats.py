@@ -99,8 +99,8 @@ def result_with(seconds: dict[str | None, list[float]]) -> Result:
 
 
 def test_speedups_are_paired_within_prompts() -> None:
-    """Times of prompts differ a hundredfold, but the ratio within each prompt is constant, so the
-    interval has no width."""
+    """The times of the prompts differ by a factor of a hundred. The ratio within each prompt is
+    constant, so the interval has no width."""
     plain = [1.0, 10.0, 100.0]
     result = result_with(
         {None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]}

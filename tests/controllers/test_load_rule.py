@@ -251,7 +251,7 @@ def _seconds(rows: int, nodes: int, slots: int) -> float:
 
 
 def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
-    """The curve also holds for longer texts, and no larger call costs less."""
+    """The curve also holds for longer texts. A larger call never costs less."""
     costs = BatchCosts()
     for _ in range(20):
         for nodes in (1, 2, 4, 7, 8, 9, 12, 16):

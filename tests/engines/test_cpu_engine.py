@@ -1,6 +1,6 @@
 """Tests of the CPU engine with directories from the real export. Its results are close to the
-results of the unchanged graphs, and its bits do not depend on calls, kernels or threads. The packed
-directories are tested here, too."""
+results of the unchanged graphs, and its bits do not depend on calls, kernels or threads. Other
+tests of this file check the packed directories."""
 
 import json
 import re
@@ -203,8 +203,8 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
 def test_weights_are_copied_to_large_pages_where_memory_is_free(
     directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy does not change if the file changes. With little free memory, the file stays mapped,
-    and gives the same bits."""
+    """A copy does not change if the file changes. If there is little free memory, the file stays
+    mapped. It gives the same bits."""
     plans = shutil.copytree(directory("llama-tied"), tmp_path / "plans")
     weights = build_for_cpu(plans, load_manifest(plans)) / cpu_build.WEIGHTS
     with monkeypatch.context() as little:

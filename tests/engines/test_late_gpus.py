@@ -102,7 +102,8 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
 def test_a_capture_that_fails_inside_costs_speed_and_no_token(
     planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call runs without a CUDA graph. So do later calls, if the graphs' memory pool is lost."""
+    """The call runs without a CUDA graph. If the graphs' memory pool is lost, later calls run
+    without a graph too."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
         machine.breaking = pieces

@@ -1,7 +1,7 @@
 """Tests that the torch engine gives the results of ONNX Runtime, maps and shares its weights, and
 refuses damaged directories.
 
-If torch detects a GPU, all tests except those of host memory also run there.
+If torch detects a GPU, all tests except the tests of host memory also run on the GPU.
 """
 
 import gc
@@ -236,8 +236,8 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
 def test_a_device_drafts_two_steps_before_it_asks(
     variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default controller allows this, but it decides by the clock, so this test uses another
-    controller."""
+    """The default controller allows this, but its decisions depend on the clock. This test
+    therefore uses another controller."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))

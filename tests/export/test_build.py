@@ -201,7 +201,7 @@ def test_manifest_records_the_plans(built: Path) -> None:
 def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other tools can build this graph unchanged: its caches have a fixed length, and it uses the
+    """Other tools can build this graph unchanged. Its caches have a fixed length, and it uses the
     weights of the directory. With the inputs of ``examples/polygraphy`` it gives the results of the
     exported graph."""
     trt = pytest.importorskip("tensorrt_rtx")
@@ -405,8 +405,8 @@ def test_turing_has_no_bfloat16_and_no_int4(
 def test_attention_without_a_fused_kernel_is_built_from_parts(
     engine: Path, text_model: Path, tmp_path: Path
 ) -> None:
-    """With heads of size 8, TensorRT has no fused attention for several nodes, but it has one for
-    the draft's single node."""
+    """If heads have size 8, TensorRT has no fused attention for several nodes. For the draft's
+    single node, it has a fused attention."""
     assert load_manifest(engine).geometry.head_dim == 8
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16")
     result = run(main, directory)

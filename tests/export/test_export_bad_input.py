@@ -313,8 +313,8 @@ def test_failure_keeps_the_previous_export(
 def test_failure_while_replacing_restores_the_previous_export(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """The first rename moves the previous export aside; the second one puts the new export in its
-    place."""
+    """The first rename moves the previous export aside. The second rename puts the new export in
+    its place."""
     before = contents(engine_copy.parent)
     Failure(Path, "rename", call, FULL).arrange(monkeypatch)
     assert_failed(export_to(engine_copy, text_model, "--dtype", "float16"), FULL)

@@ -41,7 +41,7 @@ from eesd.serve.cli import main as serve_main
 
 RESULT = Path(__file__).parent.parent / "data/bench_result.json"
 CASES = int(os.environ.get("FOREIGN_CASES", "100"))
-"""Number of commands in the property test; a thorough run needs thousands."""
+"""The number of commands in the property test. A thorough run needs thousands of commands."""
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
 PLACES = [

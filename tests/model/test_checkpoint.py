@@ -280,8 +280,8 @@ def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(
 
 
 def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_dir: Path) -> None:
-    """transformers' Llama has no mask for the window, but its KV cache uses it, so ``generate`` and
-    full attention give different tokens."""
+    """The Llama of transformers has no mask for the window, but its KV cache uses the window.
+    ``generate`` and full attention therefore give different tokens."""
     edit_json(model_dir / "config.json", sliding_window=24)
     assert load_config(model_dir).max_positions == 24
 
@@ -469,7 +469,8 @@ def test_file_that_shrinks_after_it_was_opened_is_refused(model_dir: Path) -> No
 
 
 def test_files_of_other_formats_are_refused(model_dir: Path) -> None:
-    """A git-lfs pointer, a web page, a header without JSON, and pickles of both kinds."""
+    """The files are a git-lfs pointer, a web page, a header without JSON, and pickles of both
+    kinds."""
     for content in (
         b"version https://git-lfs.github.com/spec/v1",
         b"<!DOCTYPE html><html>",
@@ -511,7 +512,7 @@ def test_invalid_header_is_refused(model_dir: Path, header: object) -> None:
 
 
 def with_header(path: Path, encoding: str = "utf-8", more: bytes = b"", **changes: Any) -> None:
-    """Write a file with a changed header, and with more bytes after the data."""
+    """Write the file again with a changed header, and with ``more`` bytes after the data."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])

@@ -85,7 +85,8 @@ def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
-    """transformers has joint tensors in memory, and can also read them."""
+    """transformers joins the experts' tensors in memory. It can also read joint tensors from
+    files."""
     fused = Path(shutil.copytree(model, tmp_path / "fused"))
     tensors = dict[str, Tensor]()
     experts = SIZES["num_local_experts"]

@@ -488,8 +488,8 @@ KEPT = {
     "name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral")
 )
 def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
-    """The dequantized weights equal those of the gguf library bit for bit, and every backend
-    decodes the same tokens."""
+    """The dequantized weights equal, bit for bit, the weights that the gguf library dequantizes.
+    Every backend decodes the same tokens."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
     directory = export_engine(path, tmp_path / "kept", *SIZES, "--check")
     plain = export_engine(

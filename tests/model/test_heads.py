@@ -569,7 +569,7 @@ def test_impossible_heads_are_refused(
 
 
 def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
-    """The geometry is the same; only the fingerprint differs."""
+    """The geometry is the same, and only the fingerprint differs."""
     checkpoint = Checkpoint(family_dir("mistral"))
     other = Checkpoint(build(FAMILIES["mistral"], tmp_path / "other", seed=1))
     save_exit_head(make_head(checkpoint), tmp_path / "head")

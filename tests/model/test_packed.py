@@ -427,7 +427,7 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
 def test_levels_are_stored_as_they_are_or_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """LM head and exit head keep their element type."""
+    """The LM head and the exit head keep their element type."""
     packed, values, levels = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--no-check")
     manifest = load_manifest(directory)
@@ -464,7 +464,7 @@ def test_levels_are_stored_as_they_are_or_dequantized(
 def test_export_computes_with_the_levels(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """The logits are those of an export of the dequantized values."""
+    """The logits equal the logits of an export of the dequantized values."""
     packed, values, _ = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--check")
     reference = export_engine(values, tmp_path / "reference")

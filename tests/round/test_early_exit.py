@@ -133,7 +133,8 @@ def test_stages_share_the_draft(early: Path, plans: Path, tmp_path: Path) -> Non
 def test_a_calibrated_exit_knows_how_often_it_is_right(
     early: Path, reduced_head: Path, reduced: Path
 ) -> None:
-    """Replayed counts equal those of the engines. The draft vocabulary has the most used tokens."""
+    """The counts of replayed rounds equal the counts of the engines. The draft vocabulary has the
+    most used tokens."""
     (stored,) = reduced_head.glob("validation-*.safetensors")
     validation = ValidationSet.load(stored)
     checkpoint = Checkpoint(early)

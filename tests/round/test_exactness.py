@@ -330,8 +330,8 @@ def test_the_record_says_where_logits_differ(
 
 
 def test_hashes_take_little_memory_and_say_where_bits_differ() -> None:
-    """A comparison of equal bits keeps no logits: with a vocabulary of 50,000 tokens they take 0.2
-    MB per token."""
+    """A comparison of equal bits does not keep the logits. If the vocabulary had 50,000 tokens,
+    they would take 0.2 MB per token."""
     expected = LogitRecord(whole=False)
     found = LogitRecord(expected)
     logits = np.random.default_rng(0).standard_normal((20, 50_000), np.float32)

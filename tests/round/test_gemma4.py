@@ -50,8 +50,8 @@ CONFIG: dict[str, Any] = SMALL | {
     "num_kv_shared_layers": 2,
     "sliding_window": 40,
 }
-"""Heads have 8 or 12 values, so a head of a cache has 4 values. With 12 inputs, torch's products
-depend on the number of rows; with 16 inputs, they do not."""
+"""Heads have 8 or 12 values, so a head of a cache has 4 values. If there are 12 inputs, torch's
+products depend on the number of rows. If there are 16 inputs, they do not."""
 EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 DENSE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
 KINDS = {"inputs": {}, "experts": DENSE | EXPERTS | {"moe_intermediate_size": 24}}
@@ -113,7 +113,7 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 def test_a_teacher_computes_the_model(
     place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher runs with caches, as on CPUs, and without caches, as on GPUs."""
+    """The teacher runs with caches, as it does on CPUs, and without caches, as it does on GPUs."""
     check_teacher(place / "model", 6, whole, monkeypatch, experts_implementation="eager")
 
 

@@ -132,7 +132,7 @@ def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None
 def test_options_of_config_json_count_where_there_is_no_such_file(
     text_model: Path, tmp_path: Path
 ) -> None:
-    """transformers, too, makes a generation config from the model's config."""
+    """Like EESD, transformers makes a generation config from the model's config."""
     model = shutil.copytree(text_model, tmp_path / "model")
     (model / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
     config = json.loads((model / "config.json").read_text()) | {

@@ -112,7 +112,7 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 def test_a_teacher_computes_the_model(
     place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher runs with caches, as on CPUs, and without caches, as on GPUs."""
+    """The teacher runs with caches, as it does on CPUs, and without caches, as it does on GPUs."""
     check_teacher(place / "model", 5, whole, monkeypatch, experts_implementation="eager")
 
 

@@ -2,8 +2,8 @@
 its check fail.
 
 Most mutants are the runtime's own source with one expression replaced. If the runtime changes such
-an expression, the test fails until its mutation is adapted. So every mutation always tests
-something.
+an expression, the test fails until its mutation is adapted. For this reason, every mutation always
+tests something.
 """
 
 from collections.abc import Callable, Sequence

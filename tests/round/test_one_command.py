@@ -49,7 +49,7 @@ EXPORT = "from eesd.export.prepare import main; main()"
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of this process export in this process, too."""
+    """If a command runs in this process, its export runs in this process as well."""
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))
@@ -129,7 +129,7 @@ def test_the_first_start_exports_and_later_ones_only_run(
 def test_a_first_start_needs_neither_torch_nor_transformers(
     first: Path, model: Path, tmp_path: Path
 ) -> None:
-    """The exporting process, which is separate, does not need them, either."""
+    """The separate process that exports does not need these packages either."""
     (tmp_path / "sitecustomize.py").write_text(blocker(*HEAVY))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", RUN, "--model", model, *ASK, "--cache-dir", tmp_path / "cache"]

@@ -183,7 +183,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_server_takes_them(server: Served, name: str) -> None:
-    """Alone and with other requests, the tokens are those of the Python API."""
+    """A request gets the tokens of the Python API, whether it runs alone or with other requests."""
     options = OPTIONS[name]
     body = {name: value for name, value in options.items() if name != "logit_bias"}
     if "logit_bias" in options:

@@ -172,8 +172,8 @@ def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None
 def test_a_teacher_computes_the_model(
     place: Path, kind: Kind, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher runs with caches that layers share, as on CPUs, and without caches, as on
-    GPUs."""
+    """The teacher runs with caches that layers share, as it does on CPUs, and without caches, as it
+    does on GPUs."""
     reference, hidden, expected = check_teacher(place / "model", 5, whole, monkeypatch)
     normed = reference.model.get_submodule(kind.norm)(hidden)
     torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-4)

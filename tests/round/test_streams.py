@@ -58,8 +58,8 @@ def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     ("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"]
 )
 def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
-    """For each command, the output is lost in only one of the ways, because all commands open and
-    close streams with the same code."""
+    """The test loses the output of each command in only one of the ways. This is enough, because
+    all commands open and close streams with the same code."""
     redirection, words = lost
     done = in_shell(redirection, command)
     assert done.returncode == 2

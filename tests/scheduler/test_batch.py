@@ -75,8 +75,8 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
 def test_rows_beside_others_draft_trees(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None
 ) -> None:
-    """Trees are as wide as without a batch, and the tokens are those of plain decoding. The load
-    determines which nodes are left out."""
+    """Trees have the same width as without a batch, and the tokens equal the tokens of plain
+    decoding. The load determines which nodes are left out."""
     other = llm.with_speculation(Speculation(tree=3, drafter="exit"))
     given = [request for request in requests(24) if request.sampling.method != "rejection"]
     expected = [alone(llm, request) for request in given]

@@ -174,7 +174,7 @@ def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
 
 
 def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
-    """Batches draft chains, but rows can also run trees."""
+    """Batches only draft chains, but rows can also run trees."""
     engine = llm.engines.verify
     seen = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
     caches = engine.new_kv_caches(3)

@@ -99,8 +99,8 @@ def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> None:
-    """A forbidden word appears neither at the beginning of the text nor after a space, but its
-    first token may appear alone."""
+    """A forbidden word appears neither at the beginning of the text nor after a space. Its first
+    token may appear alone."""
     options: dict[str, Any] = {
         "max_tokens": 60,
         "temperature": 1.5,

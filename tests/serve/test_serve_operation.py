@@ -379,7 +379,7 @@ def test_a_bad_configuration_file_is_refused(
 def test_a_path_cannot_forge_a_line_of_the_log(
     server: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A path cannot send codes to a terminal, either."""
+    """A path in the log cannot send control codes to a terminal either."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request(
@@ -412,7 +412,8 @@ def answers(server: Served, route: str, status: int) -> float:
 
 
 def test_refusals_are_counted_too(server: Served) -> None:
-    """Refusals are counted by path and status; paths that clients make up are counted together."""
+    """Refusals are counted by path and status. All paths that clients make up are counted
+    together."""
     asked = [
         ("/v1/completions", 401),
         ("/v1/completions", 400),

@@ -189,7 +189,7 @@ def test_choices_of_tools_in_the_forms_of_others(
 def test_calls_and_results_are_rendered_as_transformers_does(
     tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients send arguments as text; templates expect them as JSON."""
+    """Clients send the arguments as text, but templates expect them as JSON."""
     codec = codec_of(tmp_path, TEMPLATES[template])
     rendered: list[str] = []
     monkeypatch.setattr(
@@ -538,7 +538,7 @@ HARMONY_ANSWERS = {
     "<|channel|>commentary to=functions.other<|message|>{}": ("", "{}", []),
     "no <|channel|> at all": ("", "no <|channel|> at all", []),
 }
-"""Answers of gpt-oss: thoughts, content and calls."""
+"""Each answer of gpt-oss has its thoughts, its content and its calls."""
 
 
 @pytest.mark.parametrize("text", HARMONY_ANSWERS)

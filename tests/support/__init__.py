@@ -1,1 +1,2 @@
-"""Helpers shared by the tests: checkpoints, engines, commands, and the checks of losslessness."""
+"""Helpers that the tests share. They make checkpoints and engines, run commands, and check
+losslessness."""

@@ -1,5 +1,5 @@
-"""A model whose tokens can write JSON, function calls and several lines, and random texts that a
-constraint allows."""
+"""Makes a model whose tokens can write JSON, function calls and several lines. It also makes random
+texts that a constraint allows."""
 
 import json
 import random
@@ -81,8 +81,8 @@ LIMITED_OBJECTS = st.fixed_dictionaries(
 )
 """Objects whose keys depend on patterns, counts and each other. Some have no valid value."""
 TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
-"""An expression that llguidance accepts, but that exceeds its limits after some dozens of letters,
-whatever they are."""
+"""An expression that llguidance accepts. It exceeds the limits of llguidance after some dozens of
+letters, whatever these letters are."""
 
 SHORT_TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages "
@@ -95,8 +95,8 @@ SHORT_TEMPLATE = (
 
 
 def with_new_lines(engine: Path, directory: Path, template: str | None = None) -> Path:
-    """A copy of the text model's engines in which a token for the end of a line replaces that for a
-    backtick."""
+    """Returns a copy of the text model's engines. In this copy, a token for the end of a line
+    replaces the token for a backtick."""
     shutil.copytree(engine, directory)
     file = directory / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -112,7 +112,7 @@ def with_new_lines(engine: Path, directory: Path, template: str | None = None) -
 
 
 def random_text(constraint: Constraint, llm: LLM, seed: int, most: int = 2000) -> str:
-    """A text of random allowed tokens, until EOS is drawn."""
+    """Returns a text of random allowed tokens, which ends when EOS is drawn."""
     (eos,) = llm.manifest.eos_token_ids
     draw = random.Random(seed)
     tokens = list[int]()
@@ -125,7 +125,7 @@ def random_text(constraint: Constraint, llm: LLM, seed: int, most: int = 2000) -
 
 
 def allowed(constraint: Constraint, tokens: Sequence[int]) -> list[int]:
-    """The tokens that a constraint allows."""
+    """Returns the tokens that a constraint allows."""
     mask = constraint.allowed(tokens)
     assert mask is not None and mask.dtype == np.bool_
     return [int(token) for token in np.flatnonzero(mask)]

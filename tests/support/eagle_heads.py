@@ -135,7 +135,8 @@ class Reference:
         embeddings: Tensor,
         layers: tuple[int, ...],
     ) -> None:
-        """``layers``: the layers of the model whose states the head reads, counted from 1."""
+        """``layers`` are the layers of the model whose states the head reads. They are counted from
+        1."""
         self.weights = {
             name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()
         }

@@ -504,8 +504,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(flavour: str, version: str = "") -> Any:
-    """Returns the module of a flavour, in a version of :data:`~support.trt_api.VERSIONS`. Empty:
-    the newest."""
+    """Returns the module of a flavour. ``version`` is a version of
+    :data:`~support.trt_api.VERSIONS`, and the newest version is the default."""
     api = load(version or VERSIONS[flavour][-1])
     made: Any = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)

@@ -1,8 +1,8 @@
 """One of several processes that share a model's weights. It runs the Triton kernels for GPUs in the
 interpreter.
 
-``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON the
-difference between its logits and those of torch's operators in one process.
+``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints, as JSON, the
+difference between its logits and the logits of torch's operators in one process.
 """
 
 import json

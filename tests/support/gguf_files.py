@@ -47,8 +47,8 @@ class Spec:
         matrices: Type of the linear layers.
         table: Type of the embedding table.
         tied: Whether there is no ``output.weight``.
-        biases: Whether q, k and v have biases. In all architectures except qwen2 and seed_oss, o
-            then has biases too.
+        biases: Whether q, k and v have biases. If they do, o also has biases, except in qwen2 and
+            seed_oss.
         head_dim: Size of a head.
         experts: For llama: ``together`` if all experts have joint tensors, ``apart`` if they have
             separate tensors as in old files, or empty if there are no experts.

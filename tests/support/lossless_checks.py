@@ -274,8 +274,8 @@ def check_same_tokens(
     """Check that drafting changes nothing while the cache grows. Returns the statistics of the
     drafting run.
 
-    The logits after every committed token are compared, too. Chains change no bit. Trees change no
-    bit on the default engine, and no more than rounding on other engines.
+    The function also compares the logits after every committed token. Chains change no bit. Trees
+    change no bit on the default engine, and no more than rounding on other engines.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)

@@ -67,7 +67,7 @@ def exponential(a: Floats) -> Floats:
 
 
 def logarithm(a: Floats) -> Floats:
-    """For normal numbers above 0."""
+    """Returns the natural logarithm of normal numbers above 0."""
     r, exponent = np.frexp(a)
     small = r < np.float32(0.707106781)
     whole = (exponent - small).astype(np.float32)
@@ -251,7 +251,7 @@ class Choice:
         bias: Biases of the choice [E].
         groups: Number of groups of experts.
         used_groups: Number of groups that a token uses.
-        group_best: Number of an expert group's best ranks that its sum adds.
+        group_best: Number of the best ranks in a group that are added for the group's sum.
         norm_eps: Added to the sum of the weights.
         scale: Factor of the weights.
         margin: Largest distance of a logit that counts for sparsemixer.

@@ -357,8 +357,8 @@ def test_a_namespace_shows_nothing_of_what_it_holds() -> None:
 
 
 def test_limits_hold_in_other_threads_and_between_renderings() -> None:
-    """Each rendering has a separate budget: a template may be rendered repeatedly, and several
-    times at once."""
+    """Each rendering has a separate budget. A template may therefore be rendered repeatedly, and
+    several times at once."""
     template = ChatTemplate(
         (
             "{% for i in range(6000) %}{% set x = 'a' * 3000 ~ i %}{% endfor %}{{ "

@@ -1,7 +1,7 @@
 """Tests that the tokenizer of a GGUF file gives the token ids of llama.cpp. Other tokenizers are
 refused, and the error gives the reason.
 
-The expected hashes are those of llama.cpp's token ids. ``lab/gguf_tokenizers`` wrote them, and
+The expected hashes are hashes of llama.cpp's token ids. ``lab/gguf_tokenizers`` wrote them, and
 compares many more texts.
 """
 
@@ -147,7 +147,7 @@ def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str
 def test_equal_scores_that_cannot_matter_are_read(
     tmp_path: Path, metadata: dict[str, Any], text: str, ids: list[int]
 ) -> None:
-    """The ids are those of llama.cpp."""
+    """The token ids equal the token ids of llama.cpp."""
     tokenizer, _ = gguf_tokenizer(read_gguf(write_metadata(tmp_path / "model.gguf", metadata)))
     assert tokenizer.encode(text).ids == ids
 

@@ -240,8 +240,8 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
-    """The text even continues a draft that it would not propose alone: here the end of the text has
-    not occurred before."""
+    """The text continues even a draft that it would not propose alone. In this test, the end of the
+    text has not occurred before."""
     workspace = following(harness.workspace(), LINE)
     controller = make_controller("fixed:k=2")
     chosen = Everything() if budget else None

@@ -166,7 +166,7 @@ def attempt(action: Any) -> Any:
 
 def assert_same(reference: Any, codec: TextCodec) -> None:
     """Check that the two tokenizers give the same ids for texts and messages, and the same text for
-    ids. Both may also refuse."""
+    ids. It is also correct if both refuse the input."""
     for text in TEXTS:
         expected = attempt(lambda text=text: reference(text)["input_ids"])
         assert attempt(lambda text=text: codec.encode(text)) == expected, text
@@ -268,8 +268,8 @@ def write_other_files(model: Path, chance: random.Random) -> None:
 def test_the_rules_write_the_files_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For random directories of every family, either transformers loads the directory, or all files
-    have the same bytes."""
+    """The test makes random directories of every family. Either transformers loads the directory,
+    or all files have the same bytes."""
     backends = [*BACKENDS.values(), *map(with_gaps, BACKENDS.values())]
     found = Counter[str]()
     unknown = Mock(side_effect=tokenizer_files._ForTransformers)
