@@ -44,9 +44,10 @@ def make_controller(
     Args:
         spec: ``name`` or ``name:key=value,...``.
         seed: Seed of its random generator.
-        prior: Calibration prior of the exit head, for the controllers that calibrate; None for the
-            default prior.
-        value: Costs and worth of rounds, shared with other rules; None if they are not shared.
+        prior: Calibration prior of the exit head, which the controllers that calibrate use. If it
+            is None, they use the default prior.
+        value: The costs and the worth of rounds, if they are shared with other rules. It is None if
+            they are not shared.
         kinds: The controllers to choose from, by name.
 
     Raises:

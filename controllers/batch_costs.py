@@ -37,8 +37,8 @@ class BatchCosts:
 
     The estimate is the pace of the machine times a line through all calls, a + b N + c B S + d N S.
     Its terms are for reading the weights, computing nodes, reading caches, and attention. Kernels
-    take nodes in blocks, so each N that was seen has a factor: the time of its calls divided by the
-    line's estimate. Between these N, factors are interpolated.
+    take nodes in blocks, so each N that was seen has a factor, which is the time of its calls
+    divided by the line's estimate. Between these N, factors are interpolated.
     """
 
     def __init__(self) -> None:

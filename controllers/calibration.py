@@ -93,7 +93,8 @@ class Calibrator:
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4]
 
     def begin_request(self) -> None:
-        """Integrate out the previous request's offset; the new request's offset is unknown."""
+        """Integrate out the previous request's offset, because the new request's offset is
+        unknown."""
         # The mean of b, and the covariances ab, sb and bb.
         self._offset = [0.0, 0.0, 0.0, self._prior.request**2]
 
@@ -158,8 +159,8 @@ class Calibrator:
 
 
 class CalibratedDraft(Controller):
-    """Estimates a draft's chances with two calibrations: one for each drafted token, and one for
-    the token after it.
+    """Estimates a draft's chances with two calibrations. One is for each drafted token, and the
+    other is for the token after it.
 
     Attributes:
         accept: Calibration of drafted tokens. Set by the constructor.

@@ -28,8 +28,8 @@ Tool = Mapping[str, Any]
 """A tool in the form of OpenAI's API. Its ``type`` is ``function``, and its ``function`` has
 ``name``, ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of fields that may hold a message's reasoning. Templates read one of the first two
-fields."""
+"""The names of the fields in which a message's reasoning may be. Templates read one of the first
+two fields."""
 _ITEM_FILTERS = {
     "first",
     "join",

@@ -168,7 +168,8 @@ def _ort_gpu_lacks() -> str:
 
 
 def _operators() -> str:
-    """The operator kernels for this processor; if there are none, the reason and the remedy."""
+    """Report the operator kernels for this processor. If there are none, report the reason and the
+    remedy."""
     if onnxruntime_problem():
         return "no: they run in ONNX Runtime"
     from eesd.runtime.engines import operators
@@ -188,7 +189,7 @@ def _operators() -> str:
 
 
 def _tensorrt(flavour: str) -> str:
-    """Version of a flavour of TensorRT; "" if it is not installed."""
+    """Return the version of a flavour of TensorRT, or "" if it is not installed."""
     try:
         return library_version(flavour)
     except ModuleNotFoundError:
@@ -198,7 +199,8 @@ def _tensorrt(flavour: str) -> str:
 
 
 def _plans_lack(flavour: str, *others: str) -> str:
-    """The missing packages that a flavour's plans need: its library, and ``others``."""
+    """Return the missing packages that a flavour's plans need. They need the flavour's library and
+    ``others``."""
     version = _tensorrt(flavour)
     remedy = pip_install(flavour)
     if version.startswith("cannot"):

@@ -51,12 +51,12 @@ class Host:
             KV, S, D] for each verify stage, or a tensor [2, B, KV, S, D] for each layer cache. The
             tensors have the engines' element type, S is the manifest's ``gpu_slots``, and B is 1.
             Instead of the memory, it may be a function of B that returns such memory for B
-            sequences. The function is called for each session that is opened while others are open;
-            :class:`~eesd.runtime.batch.service.Service` calls it for the rows, and once with B = 1
-            for prompts. By default, torch allocates the memory.
+            sequences. The function is called for each session that is opened while others are open.
+            A :class:`~eesd.runtime.batch.service.Service` calls it for the rows, and once with B =
+            1 for prompts. By default, torch allocates the memory.
         scratch: Working memory of the execution contexts. It is one tensor, or one tensor for each
             stage, and has at least the largest ``device_memory_size_v2`` of the engines.
-            Default: allocate with torch.
+            By default, torch allocates the memory.
     """
 
     verify: Sequence[Any]

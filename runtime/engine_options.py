@@ -1,5 +1,5 @@
-"""Choose a command's engine directory: the given directory, or the directory of a model, which is
-exported on first use."""
+"""Choose a command's engine directory. It is the given directory, or the directory of a model,
+which is exported on first use."""
 
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ engine_options = cli.options(
 
 
 def engine_dir_of(options: dict[str, Any]) -> Path:
-    """The engine directory that a command's options name. If they name a model that is not in the
-    cache, it is exported.
+    """Return the engine directory that a command's options name. If they name a model that is not
+    in the cache, it is exported.
 
     Raises:
-        EESDError: The options name no directory, or two directories, or the model cannot be
-            exported.
+        EESDError: The options do not name a directory, or they name two directories, or the model
+            cannot be exported.
     """
     directory: Path | None = options["engine_dir"]
     model: str | None = options["model"]

@@ -317,7 +317,7 @@ def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Whether keys that are not listed are allowed."""
+    """Return whether keys that are not listed are allowed."""
     return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
 
 
@@ -343,7 +343,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a schema means the same without a keyword."""
+    """Return whether a schema means the same without a keyword."""
     if key == "format":
         # An unknown format is only an annotation (2020-12, 7.2.1).
         return isinstance(value, str) and not _is_known_format(value)

@@ -1,10 +1,10 @@
-"""Tokens to avoid in JSON, although the grammar allows them.
+"""Find the tokens that should be avoided in JSON, although the grammar allows them.
 
 * Letters written as ``\\uXXXX``. A schema's grammar compares keys by their spelling, so
   ``"\\u0061"`` would be another key than ``"a"``, and could have a value of any type. Half a
   surrogate pair would not even be text.
-* Endless digits. Each part of a number has at most :data:`DIGITS` digits: enough to tell 64-bit
-  floats apart, and too few for an infinite number.
+* Endless digits. Each part of a number may have at most :data:`DIGITS` digits. This is enough to
+  tell 64-bit floats apart, and too few for an infinite number.
 
 Both remain allowed where no other token is allowed.
 """
@@ -16,21 +16,21 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
 OUTSIDE, INSIDE, ESCAPED = range(3)
-"""Modes: outside strings, inside a string, and after a backslash in a string."""
+"""The modes are outside strings, inside a string, and after a backslash in a string."""
 DIGITS = {"integer": 40, "fraction": 17, "exponent": 2}
 """Maximum number of digits in each part of a number."""
 
 
 class Place(NamedTuple):
-    """The state at the end of a text: the mode, the current part of a number, and that part's
-    number of digits so far."""
+    """The state at the end of a text. It has the mode, the current part of a number, and the number
+    of digits of this part so far."""
 
     mode: int = OUTSIDE
     part: str = ""
     digits: int = 0
 
     def after(self, data: bytes) -> "Place":
-        """The place to which the text ``data`` leads from this place."""
+        """Return the place to which the text ``data`` leads from this place."""
         mode, part, digits = self
         for letter in data.decode("latin-1"):
             if mode == ESCAPED:
@@ -71,11 +71,11 @@ class JSONTokens:
         self._spelled = np.array(spelled)
 
     def after(self, place: Place, token: int) -> Place:
-        """The place after a token."""
+        """Return the place after a token."""
         return place.after(self._bytes[token])
 
     def without(self, mask: NDArray[np.bool_], place: Place) -> NDArray[np.bool_]:
-        """A mask [V] without the tokens to avoid, unless there are no other tokens."""
+        """Return a mask [V] without the tokens to avoid, unless there are no other tokens."""
         wanted = mask & ~self._spelled[place.mode]
         if place.part:
             wanted &= (self._digits == 0) | (self._digits + place.digits <= DIGITS[place.part])

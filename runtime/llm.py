@@ -154,7 +154,7 @@ def load(
         threads: Number of CPU threads of an engine. By default it is the number of processors that
             this process may use, minus one if there are more than four.
         generation_config: ``auto`` uses the sampling options of the model's
-            ``generation_config.json`` for requests without sampling options; ``none`` ignores the
+            ``generation_config.json`` for requests without sampling options. ``none`` ignores the
             file.
         exact: If True, drafting does not change any bit of a logit, even in trees and on a GPU; see
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
@@ -224,7 +224,7 @@ class LLM:
         default_sampling: The sampling options of requests that do not set any.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
-        speculation: The drafting options; None decodes plainly.
+        speculation: The drafting options, or None to decode plainly.
         drafting: The drafters that all requests use, except those with rejection sampling.
         prefixes: Keys and values of earlier texts.
         observer: A function that is called with each round's tokens and logits; see

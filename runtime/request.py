@@ -158,7 +158,7 @@ class TokenOutput:
 
     Attributes:
         token: Its id.
-        text: The text that became certain with this token; may be empty.
+        text: The text that became certain with this token. It may be empty.
         source: Name of the drafter that proposed the token (``exit`` or ``text``), or ``verify`` if
             it is the verifier's bonus token.
         logprob: Log-probability, if requested.
@@ -176,7 +176,7 @@ class Update:
 
     Attributes:
         tokens: The new tokens. The last update may have none.
-        rejected: The drafted tokens that were rejected, which follow the accepted tokens.
+        rejected: The drafted tokens that were not accepted. They follow the accepted tokens.
         held: Text that was held back because it could have begun a stop string. Only the last
             update has it.
         finish_reason: ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
@@ -242,7 +242,7 @@ class Generation:
         self._cancelled.set()
 
     def is_late(self, now: float) -> bool:
-        """Whether the request's deadline has passed; ``now`` is ``time.monotonic()``."""
+        """Return whether the request's deadline has passed. ``now`` is ``time.monotonic()``."""
         return self._ends_at is not None and now >= self._ends_at
 
     @property

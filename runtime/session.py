@@ -35,9 +35,9 @@ from eesd.runtime.text import TextCodec, TextStream
 
 class Session(TokenSequence):
     """A running request with its own KV cache. It runs alone or as a row of a batch. ``step`` runs
-    one round; nothing is pending between steps.
+    one round, and nothing is pending between steps.
 
-    ``step`` is a transaction: if drafting, verifying or accepting raises an exception (such as a
+    ``step`` is a transaction. If drafting, verifying or accepting raises an exception (such as a
     cancellation or an engine failure), the session is as it was before the round, and ``step`` can
     be called again. Controllers learn after the commit, so they never learn from a cancelled round.
 
@@ -71,8 +71,8 @@ class Session(TokenSequence):
             drafting: The drafters of the request when it runs alone.
             codec: Turns tokens into text. It is None if there is no tokenizer.
             observer: Called with each round's tokens and logits.
-            lock: Lock shared with other sessions over these engines; None if there are no other
-                sessions.
+            lock: The lock that other sessions over these engines share, or None if there are no
+                other sessions.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.

@@ -39,8 +39,8 @@ class TextCodec:
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
-        tool_template: The chat template for messages with tools: the template called ``tool_use``,
-            or ``chat_template`` if there is no such template.
+        tool_template: The chat template for messages with tools. It is the template called
+            ``tool_use``, or ``chat_template`` if there is no such template.
         plain: Reads messages in such a way that they cannot write special tokens. It is None if
             messages may write special tokens.
 
@@ -261,11 +261,11 @@ class TextStream:
     """Turns tokens into text as they are generated. A ``copy`` of the object continues
     independently.
 
-    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
-    stop string. When a stop string is complete, it is stored in ``stop``, and the text ends before
-    it. A stop string that is complete within the first ``min_tokens`` tokens is treated as text.
-    Special tokens are not text. A special token in ``stop_tokens`` has the name of a stop string,
-    and completes that stop string.
+    ``push`` returns the text that is certain. It consists of whole characters that cannot be the
+    beginning of a stop string. When a stop string is complete, it is stored in ``stop``, and the
+    text ends before it. A stop string that is complete within the first ``min_tokens`` tokens is
+    treated as text. Special tokens are not text. A special token in ``stop_tokens`` has the name of
+    a stop string, and completes that stop string.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
     cannot wait for the rest of a character. They write U+FFFD instead. ``ByteFallback`` writes

@@ -370,7 +370,7 @@ class Scheduler:
         return self._policy.prompt_tokens(self._active, behind, self._options.prefill_tokens)
 
     def _go_on(self, row: Session) -> None:
-        """Let a row decode if its prompt is complete; if not, let it wait for its turn."""
+        """Let a row decode if its prompt is complete. If not, let it wait for its turn."""
         if row.unfilled:
             self._prefilling.append(row)
         else:

@@ -1,1 +1,2 @@
-"""Decoding: a round (draft, verify, accept, commit) and its parts."""
+"""Decoding runs in rounds (draft, verify, accept, commit). This package has a round and its
+parts."""

@@ -2,7 +2,7 @@
 
 The noise is the same as that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`. The counter
 of Philox4x64-10 consists of the position and the token's group of four. The noise exists in
-registers only. Each program finds the best scores of a part of a row; torch merges the results of
+registers only. Each program finds the best scores of a part of a row. Torch merges the results of
 all parts.
 
 The module needs Triton, so it is imported only where Triton works.

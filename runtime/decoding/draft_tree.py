@@ -53,7 +53,7 @@ class Node:
             is accepted.
         margin: Margin of its proposal.
         index: Its slot, counted from the root's slot. During drafting, slots are in the order of
-            expansion; :meth:`DraftTree.prune` sets the slots of the verify pass. The index is -1 if
+            expansion. :meth:`DraftTree.prune` sets the slots of the verify pass. The index is -1 if
             the node is not in the pass.
         expanded: Whether the draft continues after this node.
         candidates: Its proposed children, best first.

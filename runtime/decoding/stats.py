@@ -58,7 +58,7 @@ class Stats:
         accepted_tokens: Number of draft tokens among the new tokens.
         accepted_text_tokens: Number of accepted tokens that the text proposed.
         verified_at_depth: Number of rounds whose draft was judged at depth 1, 2, ... A draft is
-            judged at a depth if it reached that depth and all tokens before were accepted.
+            judged at a depth if it reached that depth and all tokens before it were accepted.
         accepted_at_depth: Number of these rounds in which the token at that depth was accepted.
         text_verified_at_depth, text_accepted_at_depth: The same two numbers for tokens that the
             text proposed.
@@ -103,12 +103,12 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the judged draft tokens that were accepted."""
+        """The share of the judged draft tokens that were accepted."""
         return _ratio(sum(self.accepted_at_depth), sum(self.verified_at_depth))
 
     @property
     def host_share(self) -> float:
-        """Share of the decode time spent outside both engines."""
+        """The share of the decode time that is spent outside both engines."""
         return _ratio(self.host_seconds, self.decode_seconds)
 
     def with_round(self, result: RoundResult) -> "Stats":

@@ -1,1 +1,2 @@
-"""Engines: a protocol, the KV caches, and a file or two for each backend."""
+"""The engines. This package has their protocol, the KV caches, and a file or two for each
+backend."""

@@ -151,7 +151,7 @@ class Call(NamedTuple):
         tree_mask: Mask [n, m] of the slots ``context_len`` to ``context_len + m - 1`` that each
             token also sees. It is None if the tokens are a chain, in which each token sees every
             slot up to its own.
-        logits: Whether the tokens get logits; tokens of a prompt need no logits.
+        logits: Whether the tokens get logits. Tokens of a prompt do not need logits.
         choose: A function that chooses tokens on the device. It may be set only if the engine's
             :attr:`Engine.chooses` is True.
         levels: Maximum number of levels that a draft engine drafts after a single token. Each level

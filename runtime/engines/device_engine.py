@@ -562,9 +562,9 @@ def make_engines(
         one_by_one: Whether the nodes of a draft call run one after another.
         slots: The numbers of slots that attention may read in verify calls, and those for draft
             calls. See :class:`DeviceEngine`.
-        prefill_chunk: Maximum number of prompt tokens in one call. Default: the manifest's
-            ``gpu_prefill_chunk`` if calls are padded; if not, 128, or the number of slots if that
-            is smaller.
+        prefill_chunk: Maximum number of prompt tokens in one call. If calls are padded, the default
+            is the manifest's ``gpu_prefill_chunk``. If not, it is 128, or the number of slots if
+            that is smaller.
         exact: See :func:`buckets_for`. It applies to padded verify calls. Draft calls use the
             smallest bucket.
         by_rows: Whether a row's states in a verify call are independent of the call's number of

@@ -180,8 +180,8 @@ def open_team(
     """Load this rank's part of the weights. Several processes, which were started together, call
     this function. Only rank 0 returns.
 
-    If there are GPUs, each rank takes the GPU with its number on its machine. Arguments and errors
-    are those of :func:`open_torch`; it is also an error if there are fewer GPUs than ranks.
+    If there are GPUs, each rank takes the GPU with its number on its machine. The arguments and
+    errors are those of :func:`open_torch`. It is also an error if there are fewer GPUs than ranks.
     """
     device = "cpu"
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -73,7 +73,7 @@ class Levels:
 Files = dict[str, NDArray[np.uint8]]
 """The bytes of the weight files by name. They are mapped pages."""
 Weights = dict[str, Tensor | QuantizedWeight]
-"""Weights by name; linear weights that are tensors have the shape [out, in]."""
+"""Weights by name. Linear weights that are tensors have the shape [out, in]."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _load_weights(
         graphs: The graphs whose weights to load.
         files: Bytes of the weight files by name.
         kernels: Whether the quantized weights of linear layers stay quantized.
-        split: This process's part of the blocks; None for all blocks.
+        split: This process's part of the blocks, or None for all blocks.
 
     Raises:
         KeyError, ValueError: The graphs do not have the weights that the manifest lists.
