@@ -98,7 +98,7 @@ def test_draws_have_the_posterior_of_what_requests_share() -> None:
     drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
     aa, as_, ab, ss, sb, _ = calibrator.covariance
     shared = np.array([[aa, as_], [as_, ss]])
-    # Regression of b on a and s.
+    # The gain contains the coefficients of the regression of b on a and s.
     gain = np.array([[1, 0], [0, 1]]) + np.array(
         [np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]]
     )

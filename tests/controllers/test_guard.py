@@ -19,7 +19,7 @@ def note(guard: Guard, outcome: RoundOutcome, expected: float, seconds: float) -
 
 
 def drafting(tokens: int, draft_seconds: float, verify_seconds: float = 1.0) -> RoundOutcome:
-    """A round of two draft steps that committed ``tokens`` tokens."""
+    """Returns a round of two draft steps that committed ``tokens`` tokens."""
     return chain_outcome(2, tokens - 1, draft_seconds, verify_seconds)
 
 

@@ -62,7 +62,7 @@ class Rows:
         self.levels = 0.0
 
     def run(self, rounds: int) -> float:
-        """Tokens per second in the second half of the rounds."""
+        """Returns the tokens per second in the second half of the rounds."""
         for number in range(rounds):
             if number == rounds // 2:
                 self.tokens = 0

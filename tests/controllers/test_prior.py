@@ -198,8 +198,8 @@ def test_the_controller_uses_the_prior_that_distillation_fitted(
 def test_zero_steps_add_a_prior_and_keep_the_weights(
     learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path
 ) -> None:
-    """The head has no prior at first. The prompts come from the rows, as in training, or from a
-    file."""
+    """The head has no prior at first. The prompts come from the rows, as they do in training, or
+    from a file."""
     old = shutil.copytree(calibrated, tmp_path / "old")
     wanted = json.loads((old / "exit_head.json").read_text())
     (old / "exit_head.json").write_text(
@@ -233,7 +233,7 @@ def test_zero_steps_add_a_prior_and_keep_the_weights(
 def test_training_from_a_head_drops_its_prior(
     learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path
 ) -> None:
-    # Too few tokens to fit another prior.
+    # There are too few tokens to fit another prior.
     short = ("--steps", 2, "--validation-prompts", 1, "--validation-tokens", 2)
     distill(learner, own_rows, tmp_path / "on", "--init-head", calibrated, *short)
     assert json.loads((tmp_path / "on" / "exit_head.json").read_text())["calibration"] is None

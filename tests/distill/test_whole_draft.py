@@ -78,7 +78,7 @@ class Spoiling:
 
 
 def spoiled(llm: LLM, speculation: Speculation, garbage: float, speaks: bool) -> LLM:
-    """An LLM whose draft engine spoils the cache."""
+    """Returns an LLM whose draft engine spoils the cache."""
     other = llm.with_speculation(speculation)
     assert llm.engines.draft is not None
     engine = Spoiling(llm.engines.draft, garbage, speaks)

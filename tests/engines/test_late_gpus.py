@@ -356,8 +356,8 @@ def test_logits_of_a_tree_stay_on_the_device(
 
 @contextmanager
 def embedded(directory: Path) -> Iterator[tuple[Machine, LLM]]:
-    """An LLM in a service. Its GPU is not the first, its memory holds garbage, and no device is
-    current."""
+    """Yields a machine and an LLM that is embedded in a service. The GPU of the LLM is not the
+    first, its memory holds garbage, and no device is current."""
     manifest = load_manifest(directory)
     geometry = manifest.geometry
     shape = (

@@ -55,9 +55,9 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def plain(
     family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Path]:
-    """Directories without quantized weights in the verify graph. The models have norms of queries
-    and keys, heads of size 24, or one KV head. In one of the directories, the draft consists of all
-    layers in 4 bits."""
+    """Engine directories whose verify graphs have no quantized weights. The models have norms of
+    queries and keys, heads of size 24, or one KV head. In one of the directories, the draft
+    consists of all layers in 4 bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
     names = ("qwen3-bias", "llama-head-dim", "mistral")

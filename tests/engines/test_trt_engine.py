@@ -400,7 +400,7 @@ def test_messages_of_the_library_go_to_logging(
 
 
 def kv_memory(directory: Path) -> list[torch.Tensor]:
-    """Memory for a KV cache."""
+    """Returns memory for a KV cache."""
     manifest = load_manifest(directory)
     sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.gpu_slots, manifest.geometry.head_dim
     return [torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify]

@@ -35,7 +35,7 @@ from eesd.runtime.llm import Speculation
 FamilyDir = Callable[[str], Path]
 
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
-SHARDED = "codellama"  # float32, in several files
+SHARDED = "codellama"  # has float32 weights in several files
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) 
 def test_what_is_left_of_two_packages_is_refused(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing one package removes the files of both."""
+    """If one package is removed, the files of both packages are removed."""
     monkeypatch.setitem(sys.modules, "onnxruntime", ModuleType("onnxruntime"))
     result = run(main, "--engine-dir", engine, "-p", "hello")
     assert_refused(

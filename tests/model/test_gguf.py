@@ -878,7 +878,7 @@ TEMPLATE = "tokenizer.chat_template"
 
 
 def vocabulary(family: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The metadata of a small file with a family's special tokens."""
+    """Returns the metadata of a small file that has a family's special tokens."""
     types = {token: kind for name, kind in KINDS.items() for token in family.get(name, ())}
     types = {"<unk>": 2, "a": 1, "aa": 1} | types
     tokens = list(types)

@@ -114,7 +114,7 @@ def write_eagle(head: Path, model: Path, layout: str) -> None:
 
 
 def heads(*params: object) -> pytest.MarkDecorator:
-    """Some of the heads of ``exported``."""
+    """Returns a mark for tests of only some of the heads of ``exported``."""
     return pytest.mark.parametrize("exported", params, indirect=True, ids=str)
 
 

@@ -42,10 +42,10 @@ class Stored:
     """A weight in a publisher's format.
 
     Attributes:
-        tensors: Its tensors by suffix.
+        tensors: The tensors of the weight by the suffixes of their names.
         values: The dequantized weight (float32) of shape [out, in].
-        levels: Its levels [in, out]. They are signed if no zero points are stored. For
-            floating-point formats, they are the bit patterns.
+        levels: The levels of the weight [in, out]. They are signed if no zero points are stored.
+            For floating-point formats, they are the bit patterns.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -240,7 +240,7 @@ def nvfp4(divided: bool) -> Store:
 
 
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    """A ``quantization_config`` of compressed-tensors, as written by llm-compressor."""
+    """Returns a ``quantization_config`` of compressed-tensors, as llm-compressor writes it."""
     group = {
         "input_activations": None,
         "output_activations": None,
@@ -393,7 +393,7 @@ def pair_of(plain: Path, parent: Path, scheme: Scheme) -> Pair:
             f"{name.removesuffix('weight')}{part}": tensor
             for part, tensor in stored.tensors.items()
         }
-    packed["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # for a KV cache
+    packed["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # belongs to a KV cache
     paths = [shutil.copytree(plain, parent / kind) for kind in ("packed", "values")]
     for path, tensors in zip(paths, (packed, values), strict=True):
         save_file(

@@ -56,10 +56,10 @@ MANY = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
 }
-"""Families with many models."""
+"""The families that have many models."""
 TEXT = 40
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Fields with an entry for each layer."""
+"""The fields that have an entry for each layer."""
 
 
 def write(directory: Path, config: dict[str, Any], entry: dict[str, Any] | None = None) -> Path:
@@ -76,7 +76,7 @@ def unquantized(name: str) -> dict[str, Any]:
 
 
 def parameters(config: dict[str, Any], directory: Path) -> int:
-    """The number of weights of transformers' model."""
+    """Returns the number of weights of the model that transformers makes."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(write(directory, config))
@@ -126,7 +126,7 @@ def test_full_size_goes_through_geometry_memory_and_prediction(name: str, tmp_pa
 LARGEST = {
     entry["config"]["model_type"]: name for name, entry in CONFIGS.items() if name not in LEVELS
 }
-"""A checkpoint of each family."""
+"""The name of a checkpoint for each family."""
 
 
 @pytest.mark.parametrize("family", slow_but([*LARGEST], "llama", "qwen3_moe", "olmo3"))
@@ -154,8 +154,8 @@ def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
 
 
 def narrowed(name: str) -> dict[str, Any]:
-    """The config with few layers and small sizes. Everything else, including the notation, is as
-    published."""
+    """Returns the config with few layers and small sizes. Everything else, including the notation,
+    is the same as in the published config."""
     config = unquantized(name)
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
@@ -208,7 +208,8 @@ def narrowed(name: str) -> dict[str, Any]:
 
 @cache
 def distinct() -> list[str]:
-    """One checkpoint for each narrow config. Fields without effect do not distinguish configs."""
+    """Returns one checkpoint for each different narrow config. Fields without effect do not
+    distinguish configs."""
     kept = (
         "transformers_version",
         "torch_dtype",

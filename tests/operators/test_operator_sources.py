@@ -101,7 +101,7 @@ def compile_all(*commands: list[str]) -> None:
 
 
 def compiled(name: str, options: tuple[str, ...]) -> list[str]:
-    """The source and the flags of kernels."""
+    """Returns the source and the compiler flags of kernels."""
     return [*FLAGS, *options, f"-DEESD_KERNELS={name}", "-c", str(SOURCES / "kernels.cpp")]
 
 

@@ -114,7 +114,7 @@ def test_a_wheel_of_the_source_distribution_has_the_library(checkout: Path, tmp_
 
 
 def bare() -> dict[str, str]:
-    """The environment without a path to this checkout."""
+    """Returns the environment variables without a path to this checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -83,7 +83,7 @@ def test_a_head_that_pays_is_never_locked_out(machine: str) -> None:
 )
 def test_a_head_that_does_not_pay_costs_little(head: str, machine: str) -> None:
     starts = [*simulate_starts(HEADS[head], FOUR_BIT, machine, "cost-aware-ts", 5)]
-    assert np.median([start.first for start in starts]) < 0.025  # 0.023 for 60 overrated heads
+    assert np.median([start.first for start in starts]) < 0.025  # is 0.023 for 60 overrated heads
     assert np.median([start.thousand for start in starts]) < 0.01
     assert max(start.behind for start in starts) < 0.013
 

@@ -144,8 +144,8 @@ def test_calls_of_every_size_give_the_same_bits(exported: Export, backend: str, 
 def test_drafting_chains_changes_no_bit(
     exported: Export, backend: str, kind: str, name: str
 ) -> None:
-    """Beyond 160 tokens the cache grows. A prompt slightly longer than a chunk has chunks of two
-    sizes."""
+    """If there are more than 160 tokens, the cache grows. If a prompt is slightly longer than a
+    chunk, it has chunks of two sizes."""
     llm = eesd.load(exported(kind), backend, speculation=CHAIN, threads=1)
     for prompt in (PROMPT, list(range(3, 90)) * 2):
         found = compare(llm, prompt, SAMPLINGS[name], 120, ignore_eos=True)

@@ -543,7 +543,7 @@ def test_a_tree_that_sees_other_slots_or_in_another_order_is_caught(
 
 
 def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
-    """A compaction that moves nothing."""
+    """A mistake: the compaction moves nothing."""
 
 
 @needs_operators()

@@ -58,7 +58,7 @@ def broken(workspace: Workspace, place: str, failure: Failure) -> Workspace:
 
 
 def snapshot(session: Session) -> dict[str, Any]:
-    """The visible state of a session. It must not show anything of a round in progress."""
+    """Returns the visible state of a session. It must not show anything of a round in progress."""
     return asdict(session.stats) | {
         "tokens": list(session.tokens),
         "finish_reason": session.finish_reason,

@@ -23,7 +23,7 @@ FORMAT: Any = {
 
 
 def joined(stream: Any) -> str:
-    """The text of a streamed chat."""
+    """Returns the text of a streamed chat."""
     return "".join(part.choices[0].delta.content or "" for part in stream)
 
 

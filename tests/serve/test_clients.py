@@ -48,7 +48,7 @@ PROGRAMS = {
         "ai by responses": "chat stream usage function streamed_function object",
     },
 }
-"""The calls of each client, by program."""
+"""For each program, the clients that it uses and the calls that each client makes."""
 COUNT = 16
 
 

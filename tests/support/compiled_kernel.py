@@ -1,4 +1,4 @@
-"""Compile Triton kernels for GPUs on a machine without one. Prints JSON."""
+"""Compiles Triton kernels for GPUs on a machine that has no GPU. Prints JSON."""
 
 import json
 import re

@@ -126,7 +126,8 @@ def write_head(
 
 
 class Reference:
-    """Predictions of a head according to the paper and its appendix, in float32."""
+    """Computes the predictions of a head in float32, as the paper and its appendix describe
+    them."""
 
     def __init__(
         self,

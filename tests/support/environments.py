@@ -89,7 +89,7 @@ def _install(command: list[str], listed: Path, directory: Path | None = None) ->
 
 
 def site_packages(python: Path) -> Path:
-    """The directory with an environment's packages."""
+    """Returns the directory that contains an environment's packages."""
     return next((python.parents[1] / "lib").glob("python3.*/site-packages"))
 
 

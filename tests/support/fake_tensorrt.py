@@ -495,7 +495,7 @@ def host_of(directory: Path, stream: Any = None) -> Host:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install both flavours, a driver, and a GPU of compute capability 8.9."""
+    """Pretend that both flavours, a driver, and a GPU of compute capability 8.9 are installed."""
     for flavour, name in FLAVOURS.items():
         monkeypatch.setitem(sys.modules, name, module(flavour))
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)

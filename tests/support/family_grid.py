@@ -784,4 +784,4 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "youtu": _youtu,
     "minicpm3": _minicpm3,
 }
-"""Variations of each family, by ``model_type``."""
+"""The functions that choose random options for each family, by ``model_type``."""

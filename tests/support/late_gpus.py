@@ -1,4 +1,4 @@
-"""An LLM on the GPUs of ``fake_cuda.py``, and its expected tokens."""
+"""Makes an LLM on the GPUs of ``fake_cuda.py``, and computes its expected tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

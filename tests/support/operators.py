@@ -165,7 +165,7 @@ def pack(weight: Weight) -> Packed:
 
 @dataclass
 class Product:
-    """A product, with random inputs of :data:`MOST` rows."""
+    """A product with random inputs of :data:`MOST` rows."""
 
     parts: list[Weight]
     norm: Floats | None = None

@@ -1,4 +1,4 @@
-"""Free ports of this machine."""
+"""Finds free ports of this machine."""
 
 import socket
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GONE_SECONDS = 30.0
-"""Longest time for a killed process to disappear."""
+"""The longest time in seconds that a killed process may take to disappear."""
 
 
 def processes(session: int) -> list[tuple[int, str]]:

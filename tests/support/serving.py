@@ -31,7 +31,7 @@ class Served:
     """A running server.
 
     Attributes:
-        url: Its address.
+        url: The address of the server.
         serving: The state that its routes share.
         llm: An LLM that has loaded the same engines separately, for comparison.
     """

@@ -252,7 +252,7 @@ class Choice:
         groups: Number of groups of experts.
         used_groups: Number of groups that a token uses.
         group_best: Number of the best ranks in a group that are added for the group's sum.
-        norm_eps: Added to the sum of the weights.
+        norm_eps: Number that is added to the sum of the weights.
         scale: Factor of the weights.
         margin: Largest distance of a logit that counts for sparsemixer.
     """
@@ -353,7 +353,7 @@ def mixture(
 
 @dataclass(frozen=True)
 class Heads:
-    """Parameters of attention, apart from its inputs."""
+    """The parameters of attention. Its inputs are not among them."""
 
     heads: int
     kv_heads: int

@@ -40,7 +40,7 @@ def main(directory: Path, output: Path) -> None:
         made = [
             llm.generate(prompt, sampling, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS
         ]
-        # after kept keys and values
+        # this prompt finds kept keys and values
         again = llm.generate(PROMPTS[1], sampling, max_new_tokens=24, ignore_eos=True)
         found[name] = [one.tokens for one in (*made, again)]
         if not speculation.tree:  # a tree's budget depends on times

@@ -100,7 +100,7 @@ def _signatures(cls: type, name: str) -> list[str]:
                 f"{_plain(member.fget.__doc__ or '').rpartition('-> ')[2].strip() or 'object'}"
             )
         ]
-    if inspect.isfunction(member):  # Python code of the wheel
+    if inspect.isfunction(member):  # this is Python code of the wheel
         return [f"({', '.join(inspect.signature(member).parameters)}) -> object"]
     if not callable(getattr(cls, name)):
         return []  # members of a nested enum are also on the class

@@ -160,7 +160,7 @@ BYTES = [0x41, 0x0A, 0x80, 0x9F, 0xA0, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xF0, 0xF4,
 
 
 def byte_level_characters() -> dict[int, str]:
-    """The letters of the library's pre-tokenizer for each byte of a text."""
+    """Returns the character that the library's pre-tokenizer writes for each byte of a text."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     characters = [
         chr(code)
@@ -211,7 +211,7 @@ FALLBACKS = ("llama", "gemma", "metaspace-bytes")
 
 
 class Kind:
-    """A tokenizer with one kind of decoder, and the meaning of its tokens."""
+    """A tokenizer with one kind of decoder. The class knows which text its tokens mean."""
 
     def __init__(self, name: str, codec: TextCodec) -> None:
         self.name = name

@@ -185,7 +185,7 @@ def test_rejection_sampling_follows_the_verifier(
 
 
 def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
-    """Engines that predict the token ``successor[t]`` after token t."""
+    """Returns engines that predict the token ``successor[t]`` after token t."""
 
     def say(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
         for row, token in enumerate(tokens[: len(outputs.logits)]):

@@ -81,7 +81,7 @@ MESSAGES = [{"role": "user", "content": "the x"}]
 
 
 def byte_level(begin: bool) -> Tokenizer:
-    """A tokenizer like Llama 3's and Qwen's."""
+    """Returns a tokenizer like those of Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +103,7 @@ def byte_level(begin: bool) -> Tokenizer:
 
 
 def sentencepiece(begin: bool) -> Tokenizer:
-    """A tokenizer like Llama 2's."""
+    """Returns a tokenizer like that of Llama 2."""
     letters = [*"▁abcdefghijklmnopqrstuvwxyzTé日.:", "▁t", "th", "▁th", "he", "▁the"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("h", "e"), ("▁th", "e")]
@@ -209,7 +209,8 @@ def with_gaps(backend: Tokenizer) -> Tokenizer:
 
 
 def random_config(chance: random.Random) -> dict[str, Any]:
-    """A ``tokenizer_config.json`` with a few fields, most of them as in published files."""
+    """Returns a ``tokenizer_config.json`` with a few fields. Most of these fields have values that
+    occur in published files."""
     names = ["<s>", "</s>", "<unk>", "<|end|>", "<|new|>", "<|odd|>", "<|code|>", "the"]
 
     def token() -> Any:
