@@ -77,18 +77,18 @@ class Calibrator:
 
     @property
     def mean(self) -> list[float]:
-        """Means of a, s and b."""
+        """The means of a, s and b."""
         return [*self._model[:2], self._offset[0]]
 
     @property
     def covariance(self) -> list[float]:
-        """Covariances of a, s and b: aa, as, ab, ss, sb and bb."""
+        """The covariances aa, as, ab, ss, sb and bb of a, s and b."""
         _, _, aa, as_, ss = self._model
         _, ab, sb, bb = self._offset
         return [aa, as_, ab, ss, sb, bb]
 
     def score(self, x: Sequence[float]) -> float:
-        """z of a token with the features ``x`` [5]."""
+        """Return the score z of a token with the features ``x`` [5]."""
         w = self._weights
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4]
 

@@ -182,7 +182,7 @@ class RoundValue:
         return self.brought[0] / self.brought[1]
 
     def seconds(self, steps: int, nodes: int) -> float:
-        """Seconds of a round with ``steps`` draft steps and ``nodes`` nodes."""
+        """Return the seconds of a round with ``steps`` draft steps and ``nodes`` nodes."""
         drafting = self.draft.seconds(steps) if steps else 0.0
         return drafting + self.verify.seconds(nodes)
 
@@ -225,7 +225,7 @@ def most_valuable(
     0 and 0.0 if no number is worth its price.
 
     Args:
-        values: Expected tokens of each node.
+        values: The expected number of tokens of each node.
         price: Maps numbers of nodes to their prices in tokens.
         counts: The numbers to choose from, or None for all numbers.
     """

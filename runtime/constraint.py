@@ -238,8 +238,8 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
     """Make a constraint.
 
     Args:
-        kind: ``json`` (``value`` is a JSON schema, or its text), ``regex``, ``choice`` (a list of
-            texts), or ``grammar``.
+        kind: The kind of constraint. It is ``json`` (``value`` is a JSON schema, or its text),
+            ``regex``, ``choice`` (``value`` is a list of texts), or ``grammar``.
         value: The allowed text, in the form of ``kind``.
         llm: The model.
         lenient: Whether to ignore unsupported keywords of a JSON schema instead of refusing the

@@ -61,7 +61,7 @@ _MOST_NAMES = 16
 that are listed anyway do not count. Listed properties must come in a fixed order, which is too
 strict for many names."""
 _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
-"""Patterns that match every name."""
+"""The patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
 """Keywords, besides the properties, that decide whether llguidance can count keys."""
@@ -332,7 +332,7 @@ def _optional(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The schemas in a schema, each with the keys that lead to it."""
+    """Yield the schemas inside a schema. Each comes with the keys that lead to it."""
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             yield from (((key, name), inner) for name, inner in value.items())
@@ -420,7 +420,7 @@ def _is_readable(pattern: str) -> bool:
 
 
 def options_of(lenient: bool) -> Any:
-    """The value of :data:`OPTIONS` in a schema."""
+    """Return the value of :data:`OPTIONS` in a schema."""
     return {**ONE_LINE, "lenient": lenient}
 
 

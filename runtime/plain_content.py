@@ -30,7 +30,7 @@ _MADE = "The chat template makes a special token of the text of these messages; 
 
 
 class PlainContent:
-    """Reads chat messages whose texts cannot write special tokens.
+    """Reads chat messages in such a way that their texts cannot write special tokens.
 
     Args:
         tokenizer: The model's tokenizer.

@@ -44,7 +44,7 @@ class Session(TokenSequence):
     Attributes:
         generation: The caller's handle. Set by the constructor.
         request: The request of ``generation``. Set by the constructor.
-        ends: Tokens that end the text. Set by the constructor.
+        ends: The tokens that end the text. Set by the constructor.
         began: Time at which the session began, in seconds of ``time.monotonic``.
         cached_tokens: Number of prompt tokens whose keys and values came from earlier requests. Set
             by :meth:`take_prefix`.
@@ -204,7 +204,7 @@ class Session(TokenSequence):
 
     @property
     def new_tokens(self) -> list[int]:
-        """The committed tokens after the prompt."""
+        """The committed tokens that follow the prompt."""
         return self.tokens[self.stats.prompt_tokens :]
 
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:

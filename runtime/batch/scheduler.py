@@ -170,7 +170,7 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Maximum length, in tokens, of a text for which there is memory."""
+        """The maximum length, in tokens, of a text for which there is memory."""
         slots = self.slots - self._llm.manifest.max_tree_nodes
         return min(slots, self._llm.manifest.max_seq_len)
 
@@ -468,7 +468,7 @@ class Scheduler:
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or "
                 "more memory."
             )
-        if self.longest < 2:  # a prompt token and a new token
+        if self.longest < 2:  # room for a prompt token and a new token
             least = (2 + self._llm.manifest.max_tree_nodes) * self._slot_bytes
             raise EESDError(
                 f"kv_memory is {self._options.kv_memory} bytes, and the shortest text needs "

@@ -1,2 +1,1 @@
-"""Decoding runs in rounds (draft, verify, accept, commit). This package has a round and its
-parts."""
+"""Decoding runs in rounds (draft, verify, accept, commit). This package has the code of a round."""

@@ -189,13 +189,14 @@ class Guard:
         self._tokens = 0
         """Number of tokens of all rounds."""
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds since the last draft. The first such round is left out, because
-        it finds the processor's caches filled by the draft."""
+        """The seconds of plain rounds since the last draft. The first such round is left out,
+        because it finds the processor's caches filled by the draft."""
         self.plain_step = 0.0
         self._recent: deque[RoundOutcome] = deque(maxlen=terms.near)
         """The last drafting rounds."""
         self._pace: deque[float] = deque(maxlen=2 * terms.near)
-        """Seconds of the last drafting rounds, divided by their usual seconds."""
+        """The seconds of the last drafting rounds, divided by the seconds that such rounds usually
+        take."""
         self._drafts_since = 0
         """Number of drafting rounds since plain rounds were last measured."""
         self._interval = terms.first_interval

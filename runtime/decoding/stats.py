@@ -17,8 +17,8 @@ class RoundResult:
             The bonus token follows them, unless the text ends before it.
         num_accepted: Number of committed draft tokens. Tokens that the verifier accepts after the
             end of the text are not committed.
-        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
-            call ``step`` again.
+        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None
+            if ``step`` must be called again.
         sources: Name of the drafter of each accepted token.
         rejected: The tokens of the best verified path that follow the accepted tokens.
         outcome: The outcome for the round's observers. It also counts tokens after the end of the

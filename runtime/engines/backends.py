@@ -28,7 +28,7 @@ MAX_THREADS = 1024
 """Maximum number of threads. A larger number is refused, because it is probably a typing error and
 the engines would really start that many threads."""
 ACTIVATIONS = ("int8", "float32")
-"""Types of the activations that are multiplied by quantized weights on the CPU."""
+"""The types of the activations that are multiplied by quantized weights on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 """The packages of ONNX Runtime. The second one supports NVIDIA GPUs. Both packages install the same

@@ -164,7 +164,7 @@ class CpuEngine:
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
         key = tokens, path, logit_rows
         kept = self._bound.pop(key, None)
-        bound = self._bound[key] = kept or self._bind(*key)  # most recently used at the end
+        bound = self._bound[key] = kept or self._bind(*key)  # the most recently used is at the end
         if len(self._bound) > MOST_CALLS:
             del self._bound[next(iter(self._bound))]
         return bound

@@ -95,8 +95,8 @@ class DeviceEngine:
         buckets: The node counts to which calls are padded. It is empty if calls are not padded to
             buckets. If it is (1,), the nodes of a call run one after another.
         slots: The numbers of slots that attention may read, in ascending order. The last number is
-            the whole cache. A call reads the smallest number of slots that includes its padded
-            nodes. If there are no numbers, calls read the whole cache.
+            that of the whole cache. A call reads the smallest number of slots that includes its
+            padded nodes. If there are no numbers, calls read the whole cache.
         multiple: If there are no buckets, calls are padded to a multiple of this number.
         prefill_chunk: Maximum number of prompt tokens in one call.
         exact: Whether rows of a batch must not change each other's logits. If so, their calls have

@@ -97,7 +97,8 @@ class Exactness:
         return len(list(self._layouts()))
 
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
-        """Compare calls of 1 to M + 1 rows, with several cache sizes and prompt chunks, and a tree.
+        """Compare calls of 1 to M + 1 rows, for several cache sizes and prompt chunks. Also compare
+        a tree with its paths.
 
         Later engines are compared with the rows of the first engine. The engines may have different
         numbers of threads.

@@ -97,10 +97,10 @@ class _StageStep:
             layer: The KV caches.
             host_inputs: The inputs in host memory, with the layout of :func:`_input_views`.
             count: n.
-            width: Columns of the tree mask; 0 for a call that has only chains.
+            width: Number of columns of the tree mask. It is 0 for a call that has only chains.
             logit_rows: R, the number of nodes, at the end of the call, that get logits. If R
                 exceeds the number of nodes, the last node's logits fill the remaining rows.
-            slots: Number of slots, from the first on, that attention reads; 0: all.
+            slots: Number of slots, from the first on, that attention reads. 0 means all slots.
             hidden: Memory for the previous stage's hidden state [B, n, hidden], or None if the
                 inputs of this stage are the tokens.
             pool: Memory pool for the stage's CUDA graph. If it is None, nothing is captured.
@@ -168,7 +168,7 @@ class ForwardStep:
             logit_rows: R, the number of nodes at the end of each sequence that get logits. In a
                 draft, all nodes get logits.
             pool: Memory pool for CUDA graphs. If it is None, nothing is captured.
-            slots: Number of slots, from the first on, that attention reads; 0: all.
+            slots: Number of slots, from the first on, that attention reads. 0 means all slots.
         """
         pinned = stages[0].stream.on_gpu
         cache = layer(stages[0].graph.caches[0])

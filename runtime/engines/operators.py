@@ -82,12 +82,12 @@ def build_remedy() -> str:
 
 
 def fastest() -> str:
-    """Name of the fastest kernels that this processor supports."""
+    """Return the name of the fastest kernels that this processor supports."""
     return configure("", 1, True)
 
 
 def supported() -> list[str]:
-    """Names of the kernels that this processor supports, the fastest first."""
+    """Return the names of the kernels that this processor supports, the fastest first."""
     with _making:
         return [
             name

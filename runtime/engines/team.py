@@ -58,7 +58,7 @@ READ = {
 """The types that an order may contain, in addition to Python's lists, tuples, strings and
 numbers."""
 TOLD = {"forward"}
-"""Methods that rank 0 may order other ranks to call."""
+"""The methods that rank 0 may order other ranks to call."""
 
 
 @dataclass(frozen=True)

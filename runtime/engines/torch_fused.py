@@ -197,7 +197,7 @@ def rotate_and_write(
         write_indices: The slot [B] of each sequence's first token.
         norms: Weights [D] of the norms of queries and keys, if the model has them.
         eps: Epsilon of the norms.
-        cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
+        cache: Keys and values [B, KV, S, D] with equal strides. A slot's numbers are contiguous.
 
     Returns:
         The queries [B, n, H, D].
@@ -331,9 +331,9 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
 
     Args:
         q: Queries [B, n, H, D].
-        cache: Keys and values [B, KV, S, D], with equal strides; a slot's numbers are contiguous.
-        inputs: The slots of the tokens, and the slots that they see. The mask has the shape [B, 1,
-            n, s] for the first s slots.
+        cache: Keys and values [B, KV, S, D] with equal strides. A slot's numbers are contiguous.
+        inputs: The slots of the tokens, and the slots that they see. They also give the shape [B,
+            1, n, s] of a mask for the first s slots.
 
     Returns:
         [B, n, H D].
