@@ -126,7 +126,7 @@ class Controller:
     value: "RoundValue | None" = None
 
     def begin_request(self) -> None:
-        """Begin another request: reset the state that is specific to the previous text."""
+        """Begin another request. This resets the state that is specific to the previous text."""
 
     def begin_round(self, width: int) -> int | None:
         """Begin a round. Its tree has ``width`` nodes per level. If ``width`` is 1, the tree is a

@@ -36,9 +36,9 @@ class BatchCosts:
     """Estimates the seconds of a call over B rows with S slots each, and N nodes in all.
 
     The estimate is the pace of the machine times a line through all calls, a + b N + c B S + d N S.
-    Its terms are for reading the weights, computing nodes, reading caches, and attention. Kernels
-    take nodes in blocks, so each N that was seen has a factor, which is the time of its calls
-    divided by the line's estimate. Between these N, factors are interpolated.
+    The four terms are the times for reading the weights, for computing nodes, for reading caches,
+    and for attention. Kernels take nodes in blocks, so each N that was seen has a factor, which is
+    the time of its calls divided by the line's estimate. Between these N, factors are interpolated.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@ It also has the default controller, which drafts while the next token is worth i
 
 A *score* z is a fixed weighted sum of a token's features. Offline it predicts the acceptance
 sigma(z). Online a Gaussian posterior over (shift a, slope s, request offset b) recalibrates it:
-P(accepted) = sigma(a + s z + b). Shift and slope belong to the model and persist. The offset
+P(accepted) = sigma(a + s z + b). The shift and the slope belong to the model, so they persist. The
+offset
 belongs to the request: it starts at 0 with its prior width and drifts with the text.
 """
 
@@ -57,7 +58,7 @@ class Calibrator:
 
     It is updated by assumed-density filtering. Each label is a logistic likelihood, and one Newton
     step (online Laplace) gives the next Gaussian. Between rounds the variances of a, s and b grow,
-    up to the prior's.
+    up to the prior's variances.
 
     If ``shared`` is given, a and s belong to that calibrator, and this calibrator updates them.
     ``b`` is then treated as independent of a and s.
@@ -271,8 +272,8 @@ class CostAwareTS(CalibratedDraft):
 
 
 class RejectionTS(CostAwareTS):
-    """:class:`CostAwareTS` with constant costs, for one request with rejection sampling, where
-    tokens depend on draft lengths.
+    """:class:`CostAwareTS` with constant costs. It is used for one request with rejection sampling,
+    where tokens depend on draft lengths.
 
     The lengths depend on the draft, the seed and the accepted tokens, but not on the clock or other
     requests. So a seed gives one text.

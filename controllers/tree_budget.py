@@ -29,9 +29,9 @@ class TreeBudget:
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
     candidates with probability kappa (a Beta posterior), which is divided among them by their
-    scores. After an accepted node, the verifier's logits judge every candidate, even if it was not
-    verified, so there is nothing to explore. ``value`` estimates lambda (the recent rate) and v(n),
-    the seconds of a pass over n tokens.
+    scores. After an accepted node, the verifier's logits show which candidate is right, even if it
+    was not verified. So there is nothing to explore. ``value`` estimates lambda (the recent rate)
+    and v(n), the seconds of a pass over n tokens.
     """
 
     def __init__(

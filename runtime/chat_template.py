@@ -75,8 +75,8 @@ class ChatTemplate:
                 :attr:`names`.
 
         Raises:
-            EESDError: A message is not plain data with a role, the template refuses the messages or
-                is not valid, or rendering takes too long.
+            EESDError: A message is not plain data with a role, the template is not valid or refuses
+                the messages, or rendering takes too long.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise EESDError("There is no chat message; give a list of at least one.")

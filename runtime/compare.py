@@ -26,8 +26,8 @@ class Divergence:
         index: Index of the token among the new tokens.
         plain_token, drafting_token: The token at this index without and with drafting. It is -1 for
             a generation that ended before this index.
-        logit_gap: The verifier's logit of ``plain_token`` minus its logit of ``drafting_token``.
-            It is near zero if the logits are equal up to rounding.
+        logit_gap: The verifier's logit of ``plain_token`` minus its logit of ``drafting_token``. It
+            is near zero if the logits are equal up to rounding.
     """
 
     index: int

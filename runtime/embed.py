@@ -55,8 +55,8 @@ class Host:
             A :class:`~eesd.runtime.batch.service.Service` calls it for the rows, and once with B =
             1 for prompts. By default, torch allocates the memory.
         scratch: Working memory of the execution contexts. It is one tensor, or one tensor for each
-            stage, and has at least the largest ``device_memory_size_v2`` of the engines.
-            By default, torch allocates the memory.
+            stage, and has at least the largest ``device_memory_size_v2`` of the engines. By
+            default, torch allocates the memory.
     """
 
     verify: Sequence[Any]

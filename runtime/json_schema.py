@@ -64,7 +64,7 @@ _EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
 """The patterns that match every name."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
-"""Keywords, besides the properties, that decide whether llguidance can count keys."""
+"""The keywords that, together with the properties, decide whether llguidance can count keys."""
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
 """Some warnings do not quote keywords. This table has their keywords, by the first word of the
 warning."""
@@ -467,7 +467,7 @@ def _shown(place: tuple[str, ...]) -> str:
 
 def _refusal(place: tuple[str, ...], mistake: str) -> EESDError:
     where = f"{_shown(place)}: " if place else ""
-    mistake = mistake.partition(". Enable")[0]  # text about an option of the library
+    mistake = mistake.partition(". Enable")[0]  # this text is about an option of the library
     remedy = 'leave that out, or give response_format or the tool without "strict": true'
     return EESDError(f"The JSON schema cannot be used: {where}{mistake}; {remedy}.")
 

@@ -48,7 +48,7 @@ LOGGER = logging.getLogger(__name__)
 GREEDY = Sampling()
 SPECULATION = Speculation()
 GENERATION_CONFIGS = ("auto", "none")
-"""Values of ``generation_config``: whether to use the sampling options of
+"""The values of ``generation_config``, which decides whether to use the sampling options of
 ``generation_config.json``."""
 
 
@@ -58,8 +58,8 @@ class Piece:
 
     Attributes:
         text: The text that became certain with this token. It may be empty.
-        token: The token's id. It is None in a last piece that only returns text that was
-            held back because it could have begun a stop string.
+        token: The token's id. It is None in a last piece that only returns text that was held back
+            because it could have begun a stop string.
         from_draft: Whether a drafter proposed the token. If not, the token is the verifier's bonus
             token.
         logprob: Log-probability, if requested.
@@ -148,9 +148,9 @@ def load(
 
     Args:
         engine_dir: The directory.
-        backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
-        speculation: How to draft. If it is None, the model decodes plainly and no
-            draft engine is loaded. The drafter ``text`` does not need a draft engine, either.
+        backend: The backend. It is ``auto``, ``tensorrt``, ``ort`` or ``torch``.
+        speculation: How to draft. If it is None, the model decodes plainly and no draft engine is
+            loaded. The drafter ``text`` does not need a draft engine, either.
         threads: Number of CPU threads of an engine. By default it is the number of processors that
             this process may use, minus one if there are more than four.
         generation_config: ``auto`` uses the sampling options of the model's
@@ -160,10 +160,10 @@ def load(
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: True where that costs
             little. If False, requests of a batch on a GPU may change the last bits of each other's
             logits.
-        activations: ``int8`` or ``float32``: type of the activations that are multiplied by
-            quantized weights on the CPU. Default: int8.
-        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU.
-            Default: float32.
+        activations: The type of the activations that are multiplied by quantized weights on the
+            CPU. It is ``int8`` or ``float32``. Default: int8.
+        kv_cache_dtype: The type of the KV cache on the CPU. It is ``float32``, ``float16`` or
+            ``int8``. Default: float32.
         prefix_memory: Maximum number of bytes of keys and values that are kept for later requests
             with the same beginning. If it is 0, nothing is kept. A ``Service`` has a separate
             limit.
@@ -397,7 +397,7 @@ class LLM:
         return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
 
     def _drafting(self, request: Request) -> Drafting:
-        """The drafters of a request that runs alone."""
+        """Return the drafters of a request that runs alone."""
         if self.speculation is None or not request.draft:
             return PLAIN
         if request.sampling.greedy or request.sampling.method != "rejection":

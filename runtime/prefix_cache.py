@@ -15,7 +15,8 @@ Key = tuple[int | str, ...]
 
 @dataclass(eq=False)
 class _Block:
-    """Keys and values [L+E, 2, KV, BLOCK, D] of the tokens after the tokens of ``parent``."""
+    """A block has the keys and values [L+E, 2, KV, BLOCK, D] of the tokens that follow the tokens
+    of ``parent``."""
 
     parent: "_Block | None"
     key: Key

@@ -63,8 +63,7 @@ class Request:
 
     Attributes:
         tokens: The prompt's ids.
-        sampling: The sampling options. If they have no seed, the request draws a
-            seed and keeps it.
+        sampling: The sampling options. If they have no seed, the request draws a seed and keeps it.
         max_new_tokens: Maximum number of tokens to generate.
         stop: The text ends before any of these strings. Stop strings need a tokenizer. If a string
             is the name of a special token, the text ends at that token.
@@ -77,8 +76,8 @@ class Request:
             model. If it is None, no log-probabilities are reported.
         prompt_logprobs: Number of alternatives to report with the log-probability of each prompt
             token. The first prompt token has none.
-        seconds: Time limit of the request, in seconds. When it has passed, the request
-            ends with the tokens that it has.
+        seconds: Time limit of the request, in seconds. When it has passed, the request ends with
+            the tokens that it has.
         constraint: Restricts the tokens that may follow.
         salt: The keys and values of a request are reused only by requests with the same salt. So a
             user with another salt cannot infer from times or ``cached_tokens`` whether a text was
@@ -181,7 +180,7 @@ class Update:
             update has it.
         finish_reason: ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
             ``error``. None if further updates follow.
-        error: The error, in a sentence.
+        error: A sentence that describes the error.
         refused: Whether the request caused the error, not the server.
         stop: The stop string that ended the text.
         prompt_logprobs: Log-probabilities of the prompt's tokens, if they were requested. Only the

@@ -147,7 +147,8 @@ class TextCodec:
         answer: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Chat messages as text; see :meth:`~eesd.runtime.chat_template.ChatTemplate.render`."""
+        """Render chat messages as text; see
+        :meth:`~eesd.runtime.chat_template.ChatTemplate.render`."""
         template = self.chat_template if tools is None else self.tool_template
         if template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")

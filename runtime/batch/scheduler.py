@@ -31,7 +31,8 @@ PASSING = 0.065
 """Such short prompts may have at most this share of the tokens of the prompts in turn. Rounds also
 do other work, so the prompts in turn wait only about 5 % longer."""
 HEADROOM = 64
-"""Expected growth, in tokens, of a text that is longer than each of the last ``KNOWN`` texts."""
+"""A text that is longer than each of the last ``KNOWN`` texts is expected to grow by this number of
+tokens."""
 KNOWN = 64
 
 LOGGER = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class BatchOptions:
     Attributes:
         max_rows: Maximum number of requests that run at the same time.
         max_queue: Maximum number of requests that wait. Further requests are refused.
-        prefill_tokens: Maximum number of prompt tokens in a round, or between two rounds, while
-            rows decode. With many rows the number may be smaller, so that no row waits twice as
-            long.
+        prefill_tokens: Maximum number of prompt tokens that are computed in a round, or between two
+            rounds, while rows decode. With many rows the number may be smaller, so that no row
+            waits twice as long.
         kv_memory: Maximum number of bytes of the keys and values of all running requests together.
             If growing texts need more, the youngest request pauses, and its keys and values are
             computed again when there is room.
@@ -258,8 +259,8 @@ class Scheduler:
                 self._end(row, "cancelled" if row.generation.cancelled else "deadline")
 
     def _begin_some(self) -> None:
-        """Resume paused requests and begin waiting requests, in their order, while there is a row
-        and memory for them."""
+        """Resume paused requests and begin waiting requests in their order, as long as there is a
+        row and memory for them."""
         while len(self._rows()) < self._options.max_rows:
             if self._paused:
                 row = self._paused[0]

@@ -8,10 +8,10 @@ the tokens are the same:
   single IEEE operations, comparisons and moves, so both sides have the same bits.
 * The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs
   Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without this kernel the host chooses tokens.
-* Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a
-  token that can win. So a choice is marked as uncertain if it depends on a number that is not
-  finite, or on a difference of :data:`NEAR` or less (between the best two noisy scores, or at the
-  edge of a filter). The host makes uncertain choices from the logits.
+* Logarithms, exponentials and sums differ in the last bits of a float64. The difference is less
+  than 1e-12 for a token that can win. So a choice is marked as uncertain if it depends on a number
+  that is not finite, or on a difference of :data:`NEAR` or less (between the best two noisy scores,
+  or at the edge of a filter). The host makes uncertain choices from the logits.
 """
 
 from collections.abc import Sequence

@@ -75,7 +75,7 @@ class Drafting:
 
     @cached_property
     def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule]:
-        """``value``, if it is set, and the rules, which read it."""
+        """``value`` (if it is set), followed by the rules, which read it."""
         return [rule for rule in (self.value, *self.rules) if rule is not None]
 
     def begin_request(self) -> None:

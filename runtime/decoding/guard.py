@@ -77,8 +77,8 @@ class StepPrices:
         self._samples: dict[int, deque[float]] = {}
 
     def add(self, count: int, price: float, near: int) -> None:
-        """Add a sample. The last ``4 near + 1`` samples are kept. With fewer than ``near``
-        samples, the price is the least sample, because disturbances only ever add time."""
+        """Add a sample. The last ``4 near + 1`` samples are kept. If there are fewer than ``near``
+        samples, the price is the smallest sample, because disturbances only ever add time."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * near + 1))
         samples.append(price)
         self.medians[count] = median_low(samples) if len(samples) >= near else min(samples)

@@ -32,7 +32,8 @@ call. Without an observer the logits may stay on the device."""
 
 
 class TokenSequence:
-    """Tokens, their KV cache, and the state of decoding. Subclasses add the rules that end a text.
+    """A sequence of tokens, their KV cache, and the state of decoding. Subclasses add the rules
+    that end a text.
 
     The last token is the **root** of the next round, in the slot ``len(tokens) - 1``. Once the
     prompt is prefilled, the slots before the root have the keys and values of all other tokens.
@@ -40,7 +41,7 @@ class TokenSequence:
     Attributes:
         tokens: The prompt and all committed tokens. Set by each commit.
         stats: Counts and seconds so far. Set by each commit. Prefill adds its seconds, too.
-        finish_reason: None until a commit ends the sequence; see :class:`RoundResult`.
+        finish_reason: It is None until a commit ends the sequence; see :class:`RoundResult`.
         engines: The engines that run its calls. Set by the constructor.
         manifest: Manifest of the engine directory. Set by the constructor.
         drafting: The drafters of this sequence when it runs alone. Set by the constructor.

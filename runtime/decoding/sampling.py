@@ -244,9 +244,9 @@ class GumbelNoise:
     """The Gumbel noise of each position of one request. The draft and the verifier use the same
     noise.
 
-    It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et
-    al. 2011), not by a numpy version. The two logarithms are computed only for tokens that could be
-    among the best.
+    It is made from the raw output of Philox4x64-10, whose values its paper defines (Salmon et al.
+    2011), so they do not depend on the version of NumPy. The two logarithms are computed only for
+    tokens that could be among the best.
     """
 
     def __init__(self, seed: int, size: int) -> None:

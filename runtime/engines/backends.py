@@ -93,11 +93,11 @@ class EngineOptions:
             on a GPU have the same node count if that costs little, and paths are cut only if
             activations are int8. If False, passes on a GPU have the smallest possible number of
             nodes. In a batch, the longest row determines this number.
-        activations: ``int8`` or ``float32``: type of the activations that are multiplied by
-            quantized weights on the CPU. If it is None, activations are int8, in blocks of 32.
-            Weights of 16 and 32 bits are always multiplied by float32.
-        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: type of the KV cache on the CPU. None:
-            float32.
+        activations: The type of the activations that are multiplied by quantized weights on the
+            CPU. It is ``int8`` or ``float32``. If it is None, activations are int8, in blocks of
+            32. Weights of 16 and 32 bits are always multiplied by float32.
+        kv_cache_dtype: The type of the KV cache on the CPU. It is ``float32``, ``float16`` or
+            ``int8``. If it is None, the cache is float32.
         nvtx: Whether to mark the phases prefill, draft, verify and accept as NVTX ranges for Nsight
             Systems.
 

@@ -64,8 +64,8 @@ class StepOutputs:
         return self
 
     def argmax(self, row: int) -> int:
-        """The most likely token of a node; see :func:`most_likely`. The logit of a token that a
-        device chose is not checked."""
+        """Return the most likely token of a node; see :func:`most_likely`. The logit of a token
+        that a device chose is not checked."""
         return (
             most_likely(self.logits[row])
             if self._argmax_ids is None
@@ -117,8 +117,8 @@ class KVCache(Protocol):
         """Begin another sequence."""
 
     def compact(self, start: int, sources: list[int]) -> None:
-        """Move the slots ``sources`` (ascending, each at or after its target) to ``start``,
-        ``start + 1``, ..."""
+        """Move the slots ``sources`` to ``start``, ``start + 1`` and so on. The sources are in
+        ascending order, and each is at or after its target."""
 
     def clear(self, start: int, stop: int | None = None) -> None:
         """Make the slots from ``start`` to ``stop - 1`` harmless. If ``stop`` is None, these are
@@ -219,7 +219,7 @@ class Engine(Protocol):
         """
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """The amount of work in a :meth:`forward` with at least one call."""
+        """Return the amount of work in a :meth:`forward` with at least one call."""
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))

@@ -92,7 +92,7 @@ class CpuEngine:
             int8_activations: Whether products with levels round activations to 8 bits, in blocks of
                 32.
             kernels: Name of the kernels, or "" for the fastest kernels.
-            kv_cache_dtype: Type of the caches: ``float32``, ``float16`` or ``int8``.
+            kv_cache_dtype: Type of the caches, which is ``float32``, ``float16`` or ``int8``.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the

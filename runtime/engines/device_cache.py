@@ -100,13 +100,13 @@ class RowMemory:
         return int(self.shards[0].shape[4])
 
     def layer(self, index: int, first: int, rows: int) -> Tensor:
-        """A view of the keys and values of one layer, [2, rows, KV, S, D], for ``rows`` rows from
-        ``first`` on."""
+        """Return a view [2, rows, KV, S, D] of the keys and values of one layer, for ``rows`` rows
+        from ``first`` on."""
         shard, at = self._places[index]
         return self.shards[shard][at, :, first : first + rows]
 
     def stream_of(self, index: int) -> DeviceStream:
-        """The stream of a layer's stage."""
+        """Return the stream of a layer's stage."""
         return self.streams[self._places[index][0]]
 
     def active_shards(self) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ The order of a call:
 5. On a GPU the device also chooses tokens from the logits.
 6. The host waits once.
 
-A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain: it runs step 4 once for each
+A :class:`~eesd.runtime.engines.draft_loop.DraftLoop` drafts a chain. It runs step 4 once for each
 token of the chain. Each token comes from the previous run.
 """
 
@@ -242,8 +242,8 @@ class DeviceEngine:
         return next((slots for slots in self.slots if slots >= stop), 0)
 
     def _seen_over(self, memory: RowMemory, stop: int) -> int:
-        """Like :meth:`seen`, for calls over a memory. Exact calls read whole rows, so that rows do
-        not depend on each other."""
+        """Do the same as :meth:`seen` for calls over a memory. Exact calls read whole rows, so that
+        rows do not depend on each other."""
         if memory.rows > 1 and self.exact:
             return 0
         return self.seen(stop)

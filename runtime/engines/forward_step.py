@@ -98,8 +98,8 @@ class _StageStep:
             host_inputs: The inputs in host memory, with the layout of :func:`_input_views`.
             count: n.
             width: Number of columns of the tree mask. It is 0 for a call that has only chains.
-            logit_rows: R, the number of nodes, at the end of the call, that get logits. If R
-                exceeds the number of nodes, the last node's logits fill the remaining rows.
+            logit_rows: R, the number of nodes at the end of the call that get logits. If R exceeds
+                the number of nodes, the last node's logits fill the remaining rows.
             slots: Number of slots, from the first on, that attention reads. 0 means all slots.
             hidden: Memory for the previous stage's hidden state [B, n, hidden], or None if the
                 inputs of this stage are the tokens.

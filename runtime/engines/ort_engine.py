@@ -56,9 +56,9 @@ class OrtEngine:
 
     Calls run one after another, each over the cache of its sequence.
 
-    The threads of a session spin during a call, in which they wait for each other hundreds of
-    times, and stop spinning at its end. They stop because draft and verify calls alternate. A
-    thread pool that went on spinning would take the cores from the other engine's pool.
+    The threads of a session wait for each other hundreds of times during a call. They spin during
+    the call, and stop spinning at its end. They stop then because draft and verify calls alternate.
+    A thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = 256
@@ -280,8 +280,8 @@ def load_session(
         read: See :class:`OrtEngine`.
 
     Raises:
-        EESDError: The graph cannot be loaded, or lacks the inputs and outputs in the manifest, to
-            which buffers are bound.
+        EESDError: The graph cannot be loaded, or it does not have the inputs and outputs in the
+            manifest, to which buffers are bound.
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads)

@@ -13,8 +13,8 @@ slots that a token sees are derived from its slot or from the tree, so there is 
 more tokens than a round, such as those of prompts, use torch's attention.
 
 On an H200, a verify pass of one node through 8 layers of Llama 3 8B takes 1.75 ms with 4,096 slots
-and 1.96 ms with 32,768; torch's operators took 3.24 and 8.07 ms. Merely reading the weights and the
-cache takes 1.13 and 1.11 ms at 4.15 TB/s (``lab/lease``).
+and 1.96 ms with 32,768 slots. Torch's operators took 3.24 and 8.07 ms. Merely reading the weights
+and the cache takes 1.13 and 1.11 ms at 4.15 TB/s (``lab/lease``).
 
 The module needs Triton, so it is imported only where Triton works.
 """

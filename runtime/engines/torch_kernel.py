@@ -5,7 +5,7 @@ registers.
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
 of the inputs. It processes the inputs in steps. Each step reads its levels once, turns them into
 the same weights as :func:`~eesd.model.quantized.dequantize`, rounded to the activations' type, and
-multiplies every group by these weights. Sums are float32; another kernel adds the sums of the
+multiplies every group by these weights. Sums are float32. Another kernel adds the sums of the
 parts, always in the same order, and rounds once.
 
 A row's bits depend neither on the other rows nor on their number, because every group is a product

@@ -1,7 +1,7 @@
 """Linear layers of the torch engine whose weights stay quantized in a GPU's memory.
 
 The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs
-Triton, which comes with torch's wheels for Linux; :func:`fault_of_kernel` tests whether Triton
+Triton, which comes with torch's wheels for Linux. :func:`fault_of_kernel` tests whether Triton
 works. This file can be imported without Triton.
 """
 

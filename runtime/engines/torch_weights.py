@@ -4,11 +4,11 @@ into memory instead of read.
 The graphs' entries of external data give the position of each weight. Weights have the names of the
 modules' parameters.
 
-On a GPU, 16-bit directories use this project's kernels: the quantized weights of linear layers stay
-quantized (``torch_quantized.py``), and blocks run fewer kernels (``torch_fused.py``). In all other
-cases weights are dequantized when they are loaded, and quantization saves no memory. These cases
-are the CPU (where the torch engine is the reference), float32, embedding tables, and ranks that
-would cut a block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
+On a GPU, 16-bit directories use this project's kernels. The quantized weights of linear layers then
+stay quantized (``torch_quantized.py``), and blocks run fewer kernels (``torch_fused.py``). In all
+other cases weights are dequantized when they are loaded, and quantization saves no memory. These
+cases are the CPU (where the torch engine is the reference), float32, embedding tables, and ranks
+that would cut a block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
