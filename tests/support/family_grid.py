@@ -568,7 +568,8 @@ def _scored(rng: random.Random, sizes: Options) -> Options:
 def _glm4_moe(rng: random.Random, sizes: Options) -> Options:
     size = rng.choice((8, 16))
     own = _rope(rng) | _biases(rng, "use_qk_norm") | {"head_dim": size}
-    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 0.25, 1.0))}
+    # With two rotated values, transformers' dynamic scaling divides by zero.
+    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 1.0, 4 / own["head_dim"]))}
     return own | _scored(rng, sizes)
 
 
@@ -588,7 +589,8 @@ def _dots1(rng: random.Random, sizes: Options) -> Options:
 def _minimax_m2(rng: random.Random, sizes: Options) -> Options:
     own = _mixtral(rng, sizes) | {"head_dim": rng.choice((8, 16))}
     del own["sliding_window"]
-    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 0.25, 1.0))}
+    # With two rotated values, transformers' dynamic scaling divides by zero.
+    own["rope_parameters"] |= {"partial_rotary_factor": rng.choice((0.5, 1.0, 4 / own["head_dim"]))}
     return own
 
 
