@@ -162,7 +162,7 @@ class _TorchRows:
         inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
         x = self._normed(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
-        logits = wide_logits(x, self._weight) + self._decoder.added_to_logits
+        logits = wide_logits(x, self._weight, self._decoder.biases_of_logits)
         return capped(logits, self._decoder.geometry.logit_cap)
 
     def keep(self, rows: Sequence[int]) -> None:

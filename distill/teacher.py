@@ -209,18 +209,19 @@ class Teacher(nn.Module):
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return token ids and log-probabilities [n, K], given inputs of the LM head
         [n, hidden]."""
-        logits = wide_logits(x, self.decoder.lm_head.weight) + self.decoder.added_to_logits
+        logits = wide_logits(x, self.decoder.lm_head.weight, self.decoder.biases_of_logits)
         return top_tokens(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 
-def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return logits ([n, V], float32) for inputs [n, hidden] of the LM head. A GPU never rounds the
-    sums to the type of the weight."""
+def wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return logits ([n, V], float32) for inputs [n, hidden] of the LM head, plus the bias if there
+    is one. A GPU never rounds the sums to the type of the weight."""
     x = x.to(weight.dtype)
     if x.device.type == "cuda" and x.dtype != torch.float32:
-        wide: Tensor = torch.mm(x, weight.T, out_dtype=torch.float32)
-        return wide
-    return linear(x, weight).float()
+        logits = torch.mm(x, weight.T, out_dtype=torch.float32)
+    else:
+        logits = linear(x, weight).float()
+    return logits if bias is None else logits + bias
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -115,10 +115,10 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.get_parameter(f"{EMBEDDING}.weight")
 
     @property
-    def added_to_logits(self) -> Tensor | float:
-        """The biases of the logits, or 0."""
+    def biases_of_logits(self) -> Tensor | None:
+        """The biases of the logits (float32), or None if the model has none."""
         if not self.geometry.logit_bias:
-            return 0.0
+            return None
         return self.get_parameter(f"{LOGIT_BIAS}.weight").float()
 
     def operations(

@@ -106,6 +106,13 @@ def scored_experts(
     return {"experts": experts if len(dense) < layers else None}
 
 
+def experts_of_all_layers(experts: Experts, shared: int = 0) -> dict[str, Any]:
+    """Return the parts of the geometry for a model with experts in all layers. Such a model has no
+    other MLPs, so ``intermediate_size`` is the size of the MLPs of an exit head's blocks. It is the
+    total size of the experts that a token uses, plus ``shared``."""
+    return {"experts": experts, "intermediate_size": experts.used * experts.size + shared}
+
+
 def scored_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Return the tensors of these experts with the decoder's names."""
     bias = r"\.mlp\.(gate\.)?e_score_correction_bias$"
@@ -118,8 +125,8 @@ def scored_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
-    """Return the fields of a config for the numbers of experts in a GGUF file's metadata. ``more``
-    maps other keys of the metadata to fields."""
+    """Return config fields with the numbers of experts from a GGUF file's metadata. ``more`` maps
+    further metadata keys to names of fields."""
     return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 

@@ -78,6 +78,13 @@ class Fields:
             raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
         return tuple(ids)
 
+    def changed(self, raw: Mapping[str, Any]) -> "Fields":
+        """Return the fields of another object. A field that is read from it also counts as read
+        here."""
+        made = Fields(raw)
+        made.taken = self.taken
+        return made
+
     @property
     def left(self) -> list[str]:
         """The names of the fields that were not read and are not null."""

@@ -4,7 +4,7 @@ neither partial rotation nor these norms."""
 
 from dataclasses import replace
 
-from eesd.model.experts import scored_experts, scored_tensors
+from eesd.model.experts import experts_of_all_layers, scored_experts, scored_tensors
 from eesd.model.family import Family, Own, Sizes
 from eesd.model.fields import Fields
 
@@ -43,9 +43,8 @@ def _own_of_solar(fields: Fields, sizes: Sizes) -> Own:
     made = scored_experts(fields, sizes.layers, DEFAULTS | {"moe_intermediate_size": 1280}, ())
     experts = made["experts"]
     assert experts is not None
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    size = experts.used * experts.size + experts.shared
-    return Own({**made, "qkv_bias": fields.flag("attention_bias"), "intermediate_size": size})
+    parts = experts_of_all_layers(experts, experts.shared)
+    return Own(parts | {"qkv_bias": fields.flag("attention_bias")})
 
 
 SOLAR_OPEN = replace(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from eesd.common.architecture import CLAMP, CLAMPED_SLOPE, ROUTER, SINKS
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.arrays import Array
-from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
+from eesd.model.experts import GGUF_NAMES, apart, experts_of_all_layers, gguf_counts, take_experts
 from eesd.model.family import (
     LAYER_TYPES,
     ChangedTensor,
@@ -71,11 +71,9 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         "sinks": True,
         "activation": "clamped",
         "wide_norms": True,
-        "experts": Experts(count, used, size, normed=True, bias=True),
-        # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-        "intermediate_size": used * size,
     }
-    return Own(parts | take_kinds(fields, types, WINDOW))
+    experts = Experts(count, used, size, normed=True, bias=True)
+    return Own(parts | experts_of_all_layers(experts) | take_kinds(fields, types, WINDOW))
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:

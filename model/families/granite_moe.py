@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from eesd.common.architecture import ROUTER, SHARED
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import apart, take_experts
+from eesd.model.experts import apart, experts_of_all_layers, take_experts
 from eesd.model.families.granite import take_factors
 from eesd.model.family import Family, Own, Sizes, Tensors, renamed, split
 from eesd.model.fields import Fields
@@ -31,11 +31,8 @@ def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     own = take_factors(fields, sizes)
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    parts = {
-        "intermediate_size": used * size + shared,
-        "experts": Experts(count, used, size, normed=True, shared=shared),
-    }
+    experts = Experts(count, used, size, normed=True, shared=shared)
+    parts = experts_of_all_layers(experts, shared)
     return own._replace(parts={**own.parts, **parts})
 
 

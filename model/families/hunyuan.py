@@ -8,7 +8,7 @@ from typing import Any
 from eesd.common.architecture import ROUTER, SHARED
 from eesd.common.checks import shown
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import apart
+from eesd.model.experts import apart, experts_of_all_layers
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed, take_positive
 from eesd.model.fields import Fields
 
@@ -78,9 +78,7 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     used = _number(fields, "moe_topk")
     experts = Experts(_number(fields, "num_experts"), used, size, normed=True, shared=size)
     own = _own(fields, sizes)
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    width = (used + 1) * size
-    return own._replace(parts={**own.parts, "experts": experts, "intermediate_size": width})
+    return own._replace(parts={**own.parts, **experts_of_all_layers(experts, size)})
 
 
 def _tensors_mixed(tensors: Tensors, geometry: Geometry) -> Tensors:

@@ -2,7 +2,7 @@
 layers. The experts are chosen as in DeepSeek-V3."""
 
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import scored_tensors, take_experts
+from eesd.model.experts import experts_of_all_layers, scored_tensors, take_experts
 from eesd.model.families.mixtral import renamed_experts
 from eesd.model.family import Family, Own, Sizes, Tensors
 from eesd.model.fields import Fields
@@ -22,9 +22,7 @@ def _rope_fields(fields: Fields) -> Fields:
     if rotated is None:
         return fields
     part = rotated / fields.integer("head_dim", 128)
-    made = Fields({"partial_rotary_factor": part, **fields.raw})
-    made.taken = fields.taken
-    return made
+    return fields.changed({"partial_rotary_factor": part, **fields.raw})
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
@@ -32,8 +30,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size", 1536)
     count, used = take_experts(fields, 256, 8)
     experts = Experts(count, used, size, normed=True, scores="sigmoid", choice_bias=True)
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    return Own({"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True})
+    return Own(experts_of_all_layers(experts) | {"qk_norm_joint": True})
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:

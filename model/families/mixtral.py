@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
+from eesd.model.experts import GGUF_NAMES, apart, experts_of_all_layers, gguf_counts, take_experts
 from eesd.model.families.mistral import refuse_layer_types
 from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, take_window
 from eesd.model.fields import Fields
@@ -17,11 +17,8 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    return Own(
-        {"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)},
-        take_window(fields),
-    )
+    experts = Experts(count, used, size, normed=True)
+    return Own(experts_of_all_layers(experts), take_window(fields))
 
 
 def renamed_experts(tensors: Tensors) -> Tensors:

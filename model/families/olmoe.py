@@ -4,7 +4,7 @@ norms follow attention and experts."""
 from dataclasses import replace
 
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import apart, take_experts
+from eesd.model.experts import apart, experts_of_all_layers, take_experts
 from eesd.model.families.mistral import refuse_layer_types
 from eesd.model.families.olmo2 import OLMO2_PARTS, tensors_of_olmo
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, take_window
@@ -18,8 +18,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 64, 8)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}
+    parts = experts_of_all_layers(experts) | {"qk_norm_joint": True}
     # transformers ignores the window in its masks, but its KV cache drops the tokens before the
     # window.
     return Own(attention_biases(fields) | parts, take_window(fields))
@@ -32,8 +31,7 @@ def _own_of_flex(fields: Fields, _: Sizes) -> Own:
     size = fields.integer("intermediate_size")
     count, used = take_experts(fields, 7, 5)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
-    parts = {"intermediate_size": used * size, "experts": experts}
-    return Own(attention_biases(fields) | parts | OLMO2_PARTS)
+    return Own(attention_biases(fields) | experts_of_all_layers(experts) | OLMO2_PARTS)
 
 
 def _tensors_of_flex(tensors: Tensors, geometry: Geometry) -> Tensors:

@@ -3,7 +3,7 @@ share of each is computed from the router's logits that are close to the expert'
 
 from eesd.common.architecture import LOGIT_BIAS, ROUTER
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import apart, take_experts
+from eesd.model.experts import apart, experts_of_all_layers, take_experts
 from eesd.model.families.mixtral import renamed_experts
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, take_window
 from eesd.model.fields import Fields
@@ -18,9 +18,7 @@ def _rope_fields(fields: Fields) -> Fields:
             continue
         own = {key: one for key, one in given.items() if key not in ("short_mscale", "long_mscale")}
         found[name] = own | {"attention_factor": given["short_mscale"]}
-    made = Fields(found)
-    made.taken = fields.taken
-    return made
+    return fields.changed(found)
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
@@ -31,14 +29,15 @@ def _own(fields: Fields, _: Sizes) -> Own:
     fields.taken |= {"input_jitter_noise", "hidden_dropout"}  # only in training
     margin = 2 * fields.number("router_jitter_noise", 0.01)
     experts = Experts(count, used, size, normed=False, scores="sparsemixer", margin=margin)
-    parts = attention_biases(fields) | {
-        "centred_norms": True,
-        "norm_bias": True,
-        "logit_bias": fields.flag("lm_head_bias"),
-        "experts": experts,
-        # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-        "intermediate_size": used * size,
-    }
+    parts = (
+        attention_biases(fields)
+        | experts_of_all_layers(experts)
+        | {
+            "centred_norms": True,
+            "norm_bias": True,
+            "logit_bias": fields.flag("lm_head_bias"),
+        }
+    )
     return Own(parts, take_window(fields))
 
 

@@ -4,7 +4,7 @@ experts in all layers."""
 from dataclasses import replace
 
 from eesd.common.geometry import Experts
-from eesd.model.experts import take_experts
+from eesd.model.experts import experts_of_all_layers, take_experts
 from eesd.model.families.qwen3_next import QWEN3_NEXT, take_delta
 from eesd.model.family import Own, Sizes
 from eesd.model.fields import Fields
@@ -18,9 +18,7 @@ def rope_of_text(fields: Fields) -> Fields:
         given = fields.take(name, None)
         if isinstance(given, dict):
             found[name] = {key: one for key, one in given.items() if not key.startswith("mrope_")}
-    made = Fields(found)
-    made.taken = fields.taken
-    return made
+    return fields.changed(found)
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
@@ -32,9 +30,7 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     size = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
     experts = Experts(count, used, size, normed=True, shared=shared, shared_gate=True)
-    # Only the MLPs of an exit head have this size. It is the total size of a token's experts.
-    sizes_of_head = {"experts": experts, "intermediate_size": used * size}
-    return Own(take_delta(fields, sizes) | sizes_of_head)
+    return Own(take_delta(fields, sizes) | experts_of_all_layers(experts))
 
 
 QWEN3_5 = replace(

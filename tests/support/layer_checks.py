@@ -59,14 +59,17 @@ def check_batch(llm: LLM) -> None:
     assert scheduler.prefixes.hits and not scheduler.kv_used
 
 
-def check_greedy_tokens(plans: Path, backend: str, reference: Any) -> None:
-    """Check that greedy tokens, with and without drafts, equal the tokens of a model of
-    transformers."""
+def check_greedy_tokens(place: Path, backend: str, **options: Any) -> None:
+    """Check that greedy tokens, with and without drafts, equal the tokens of transformers, which
+    loads the model with ``options``."""
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        place / "model", dtype=torch.float32, **options
+    )
     prompt = torch.tensor([PROMPTS[2]])
     options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
     expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     for speculation in (None, Speculation(tree=2, guard=False), Speculation(guard=False)):
-        llm = eesd.load(plans, backend, threads=1, speculation=speculation)
+        llm = eesd.load(place / "plans", backend, threads=1, speculation=speculation)
         found = llm.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True).tokens
         assert found == expected[0, len(PROMPTS[2]) :].tolist(), speculation
 
