@@ -30,7 +30,7 @@ from eesd.model.experts import check_routers
 from eesd.model.family import ConfigTensor, Tensors, divided, halves_apart
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor, read_gguf
-from eesd.model.gguf_model import config_fields, model_tensors
+from eesd.model.gguf_model import config_fields, drafter_blocks, model_tensors
 from eesd.model.initial_head import check_exit
 from eesd.model.packed import PackedTensor, packed_tensors
 from eesd.model.safetensors_file import CheckpointTensor, read_header
@@ -229,7 +229,11 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
     """Return the configuration and the tensors of a GGUF file."""
     file = read_gguf(path)
     fields = config_fields(file)
-    return parse_config(Fields(fields), path), dict(model_tensors(file, fields))
+    config = parse_config(Fields(fields), path)
+    if drafter_blocks(file, fields):
+        notice = "the blocks of the model's own drafter (nextn_predict_layers) are left out."
+        config = replace(config, notices=(*config.notices, f"{path.name}: {notice}"))
+    return config, dict(model_tensors(file, fields))
 
 
 def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Tensors:

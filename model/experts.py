@@ -20,7 +20,7 @@ from eesd.model.gguf_file import GgufTensor
 from eesd.model.safetensors_file import CheckpointTensor
 
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {
-    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
+    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down", "gate_up")
 }
 """The names of modules within a block, by llama.cpp's names for them. llama.cpp stores all experts
 of a layer in one tensor."""

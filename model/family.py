@@ -131,8 +131,9 @@ class Gguf:
 
     Attributes:
         architecture: Value of ``general.architecture``.
-        names: The names of modules within a block that differ from Llama's. The names are as in a
-            Hugging Face checkpoint.
+        names: The names that differ from Llama's. They are names of modules in a block, or whole
+            names of tensors in or outside of blocks. Their values are names in a Hugging Face
+            checkpoint.
         biases: Maps flags of ``config.json`` to modules of a block. The module has a bias if the
             flag is true.
         fields: A function that reads the metadata that Llama does not have. It returns the
@@ -143,6 +144,7 @@ class Gguf:
         tensors: A function that converts the tensors of a file to the decoder's tensors. With None,
             they are converted like the tensors of the family's other checkpoints.
         heads_by_layer: Whether files list the number of KV heads of each layer.
+        optional: Keys of sizes that the family's files may lack.
         key: A metadata key that distinguishes the family's files from the files of another family.
             It is empty if no key is needed.
     """
@@ -155,6 +157,7 @@ class Gguf:
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
     heads_by_layer: bool = False
+    optional: tuple[str, ...] = ()
     key: str = ""
 
 

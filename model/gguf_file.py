@@ -258,12 +258,13 @@ class _Header:
 
 
 class GgufTensor:
-    """A tensor of a GGUF file. Reading it dequantizes it, or reorders its rows.
+    """A tensor of a GGUF file. Reading it dequantizes it, or reorders its rows or columns.
 
     Args:
         stored: The stored tensor.
         order: For each row, the index of the stored row. None stands for all rows in the stored
             order.
+        columns: The same for columns.
 
     Attributes:
         name: Name in the file.
@@ -271,13 +272,19 @@ class GgufTensor:
         nbytes: Length of the data in the file.
     """
 
-    def __init__(self, stored: CheckpointTensor, order: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        stored: CheckpointTensor,
+        order: NDArray[np.int64] | None = None,
+        columns: NDArray[np.int64] | None = None,
+    ) -> None:
         self.name = stored.name
         rows = stored.shape[:1] if order is None else (len(order),)
         self.shape = (*rows, *stored.shape[1:])
         self.nbytes = stored.nbytes
         self._stored = stored
         self._order = order
+        self._columns = columns
 
     @property
     def dtype(self) -> str:
@@ -307,7 +314,13 @@ class GgufTensor:
 
     def reordered(self, order: NDArray[np.int64]) -> "GgufTensor":
         """Return the rows of the tensor in this order."""
+        assert self._columns is None
         return GgufTensor(self._stored, order if self._order is None else self._order[order])
+
+    def with_columns(self, order: NDArray[np.int64]) -> "GgufTensor":
+        """Return the columns of a matrix in this order."""
+        assert self._columns is None
+        return GgufTensor(self._stored, self._order, order)
 
     def matrices_below_each_other(self) -> "GgufTensor":
         """Return one tensor [count rows, columns] that stacks several matrices
@@ -318,8 +331,14 @@ class GgufTensor:
     @property
     def quantization(self) -> Quantization | None:
         """The quantization with the stored levels of a linear weight, or None for a tensor of
-        floats."""
-        return OWN_LEVELS.get(self._stored.stored)
+        floats. It is also None if columns that share a scale are no longer next to each other."""
+        own = OWN_LEVELS.get(self._stored.stored)
+        if own is None or self._columns is None:
+            return own
+        groups = self._columns.reshape(-1, own.block)
+        first = groups[:, :1]
+        fits = (first % own.block == 0).all() and (groups == first + np.arange(own.block)).all()
+        return own if fits else None
 
     def read(self) -> Array:
         """Read the tensor. A quantized tensor becomes float32.
@@ -358,6 +377,8 @@ class GgufTensor:
         blocks."""
         if not self._keeps(quantization) or self.quantization == MXFP4:
             return None
+        if self._columns is not None:  # cuts blocks of 256 columns
+            return None
         return self._stored.stored, self._rows(self.shape[0])
 
     def _keeps(self, quantization: Quantization) -> bool:
@@ -372,8 +393,11 @@ class GgufTensor:
         size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
             found = _unpack_blocks(self._stored.stored, rows.reshape(-1, size))
-        levels = found[0].view(np.uint8).reshape(self.shape[0], -1)
-        shared = [None if part is None else part.reshape(self.shape[0], -1) for part in found[1:]]
+        levels = self._in_order(found[0].view(np.uint8).reshape(self.shape[0], -1))
+        shared = [
+            None if part is None else self._in_order(part.reshape(self.shape[0], -1))
+            for part in found[1:]
+        ]
         for part in shared:
             if part is not None and not all_finite(part):
                 raise EESDError(
@@ -387,6 +411,14 @@ class GgufTensor:
         assert scales is not None
         return Quantized(pack(levels, BITS[kind]), scales, minimums=minimums)
 
+    def _in_order(self, values: Array) -> Array:
+        """Return the columns of a matrix in order. A column of ``values`` belongs to one or to
+        several columns of the tensor."""
+        if self._columns is None:
+            return values
+        width = self.shape[-1] // values.shape[1]
+        return np.ascontiguousarray(values[:, self._columns[::width] // width])
+
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """Return the bytes of the first rows, in order."""
         order = None if self._order is None else self._order[:count]
@@ -398,12 +430,12 @@ class GgufTensor:
     def _values(self, rows: NDArray[np.uint8]) -> Array:
         shape = (len(rows), *self.shape[1:])
         if self.dtype != "float32" or self._stored.stored in DTYPES:
-            return rows.view(NUMPY_TYPES[self.dtype]).reshape(shape)
+            return self._in_order(rows.view(NUMPY_TYPES[self.dtype]).reshape(shape))
         with np.errstate(all="ignore"):  # damaged scales are reported as non-finite values
             values: Array = _library().dequantize(
                 rows, _library().GGMLQuantizationType[self._stored.stored]
             )
-            return values.reshape(shape)
+            return self._in_order(values.reshape(shape))
 
 
 def _unpack_blocks(

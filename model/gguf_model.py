@@ -36,6 +36,8 @@ _SIZES = {
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
 """Keys that do not change the results of a decoder. The embedding table determines the size of the
 vocabulary."""
+_DRAFTER = "nextn_predict_layers"
+"""Key for the number of last blocks that belong to the model's own drafter."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a divisor for each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
@@ -88,7 +90,12 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         },
         prefix,
     )
-    raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
+    raw: dict[str, Any] = {
+        name: own.integer(key)
+        for key, name in _SIZES.items()
+        if key in own.raw or key not in gguf.optional
+    }
+    raw["num_hidden_layers"] -= own.integer(_DRAFTER, 0, least=0)
     raw |= {
         "model_type": family.model_type,
         family.eps_name: own.number(gguf.eps),
@@ -257,18 +264,29 @@ def model_tensors(
     gguf = FAMILIES[config["model_type"]].gguf
     assert gguf is not None
     block = _BLOCK | dict(gguf.names)
+    drafter = drafter_blocks(file, config)
     return {
         _hugging_face_name(name, block): tensor if tensor.stored in DTYPES else GgufTensor(tensor)
         for name, tensor in file.tensors.items()
-        if name != _ROPE_FACTORS
+        if name != _ROPE_FACTORS and not name.startswith(drafter)
     }
+
+
+def drafter_blocks(file: GgufFile, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the prefixes of the blocks that belong to the model's own drafter."""
+    blocks = file.metadata[f"{file.metadata['general.architecture']}.block_count"]
+    return tuple(f"blk.{layer}." for layer in range(config["num_hidden_layers"], blocks))
 
 
 def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     module, _, part = name.rpartition(".")
     if module in _TENSORS and (part == "weight" or module == "output_norm"):
         return _TENSORS[module].replace("weight", part)
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
-    if found and found[2] in block:
-        return f"model.layers.{int(found[1])}.{block[found[2]]}.{part}"
-    return name
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name, re.ASCII)
+    if not found:
+        return block.get(name, name)
+    prefix = f"model.layers.{int(found[1])}."
+    module, _, part = found[2].rpartition(".")
+    if found[2] in block:
+        return prefix + block[found[2]]
+    return f"{prefix}{block[module]}.{part}" if module in block else name

@@ -46,7 +46,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own(parts, _window(fields, sizes.layers))
 
 
-def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+def gguf_sizes(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and the sizes of experts."""
     sizes = {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -54,7 +55,7 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     return gguf_counts(own, **sizes)
 
 
-def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+def gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Return the tensors, with separate tensors for each expert. A file may store the gate of the
     shared expert without its dimension of 1."""
     found = apart(tensors, geometry)
@@ -73,5 +74,5 @@ QWEN2_MOE = Family(
     inner=5632,
     own=_own,
     tensors=apart,
-    gguf=Gguf("qwen2moe", GGUF_NAMES | GGUF_SHARED, fields=_of_gguf, tensors=_of_gguf_tensors),
+    gguf=Gguf("qwen2moe", GGUF_NAMES | GGUF_SHARED, fields=gguf_sizes, tensors=gguf_tensors),
 )

@@ -1,12 +1,21 @@
 """Qwen3.5, text: Qwen3-Next with projections that are stored one by one. Models are dense, or have
 experts in all layers."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from eesd.common.geometry import Experts
-from eesd.model.experts import experts_of_all_layers, take_experts
-from eesd.model.families.qwen3_next import QWEN3_NEXT, take_delta
-from eesd.model.family import Own, Sizes
+from eesd.model.experts import GGUF_NAMES, experts_of_all_layers, take_experts
+from eesd.model.families.qwen2_moe import GGUF_SHARED, gguf_sizes
+from eesd.model.families.qwen3_next import (
+    GGUF_RULE,
+    QWEN3_NEXT,
+    gguf_delta,
+    gguf_delta_tensors,
+    take_delta,
+)
+from eesd.model.family import Gguf, Own, Sizes
 from eesd.model.fields import Fields
 
 
@@ -33,6 +42,15 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     return Own(take_delta(fields, sizes) | experts_of_all_layers(experts))
 
 
+def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    own.taken.add("rope.dimension_sections")  # for images
+    return gguf_delta(own, raw)
+
+
+def _of_gguf_mixed(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _of_gguf(own, raw) | gguf_sizes(own, raw)
+
+
 QWEN3_5 = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_text",
@@ -41,6 +59,7 @@ QWEN3_5 = replace(
     inner=12288,
     rope_fields=rope_of_text,
     own=_own,
+    gguf=Gguf("qwen35", GGUF_RULE, fields=_of_gguf, tensors=gguf_delta_tensors),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
@@ -48,4 +67,11 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     kv_heads=2,
     own=_own_mixed,
+    gguf=Gguf(
+        "qwen35moe",
+        GGUF_NAMES | GGUF_SHARED | GGUF_RULE,
+        fields=_of_gguf_mixed,
+        tensors=gguf_delta_tensors,
+        optional=("feed_forward_length",),
+    ),
 )

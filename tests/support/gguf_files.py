@@ -34,6 +34,18 @@ SPECIAL = ["<s>", "</s>", "<|end|>"]
 WORDS = ["th", "the", "Ġthe", "qu"]
 MERGES = ["t h", "th e", "Ġ the", "q u"]
 VOCABULARY = [*SPECIAL, *CHARACTERS, *WORDS]
+TOKENIZER: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.tokens": VOCABULARY,
+    "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(VOCABULARY) - len(SPECIAL)),
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": TEMPLATE,
+}
+"""The metadata of the tokenizer."""
 TOKENIZERS = Path(__file__).parent.parent / "data" / "gguf_tokenizers.json"
 """Texts and vocabularies with llama.cpp's token ids. ``lab/gguf_tokenizers`` writes it."""
 
@@ -74,9 +86,7 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
     ``most`` is given, several files of at most this number of tensors are written. Returns the
     (first) file."""
     writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=most)
-    for key, value in (_metadata(spec) | dict(spec.metadata)).items():
-        if value is not None:
-            _add(writer, key, value)
+    add_metadata(writer, _metadata(spec) | dict(spec.metadata))
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
         floats = ("gate_inp", "shortconv.conv", ".bias")
@@ -90,10 +100,7 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
     for name, tensor in spec.tensors.items():
         if tensor is not None:
             writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     if most:
         return min(path.parent.glob(f"{path.stem}-*.gguf"))
     return path
@@ -146,26 +153,22 @@ def _metadata(spec: Spec) -> dict[str, Any]:
         own["expert_feed_forward_length"] = EXPERT
     if spec.head_dim * HEADS != HIDDEN:
         own |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    tokenizer: dict[str, Any] = {
-        "model": "gpt2",
-        "pre": "qwen2",
-        "tokens": VOCABULARY,
-        "token_type": [3] * len(SPECIAL) + [1] * (len(VOCABULARY) - len(SPECIAL)),
-        "merges": MERGES,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "add_bos_token": False,
-    }
-    named = {f"{spec.architecture}.{key}": value for key, value in own.items()}
-    named |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
-    return named | {"tokenizer.chat_template": TEMPLATE}
+    return {f"{spec.architecture}.{key}": value for key, value in own.items()} | TOKENIZER
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_metadata(path: Path, metadata: Mapping[str, Any]) -> Path:
     """Write a file with only metadata. Names without a dot are in ``tokenizer.ggml``."""
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
+    named = {key if "." in key else f"tokenizer.ggml.{key}": metadata[key] for key in metadata}
+    add_metadata(writer, named)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -177,14 +180,17 @@ def digest(ids: Sequence[int]) -> str:
     return sha256(str(list(ids)).encode()).hexdigest()[:6]
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add metadata to a file. Values of None are left out."""
     kinds: dict[type, Any] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
     }
-    kinds.get(type(value), writer.add_array)(key, value)
+    for key, value in metadata.items():
+        if value is not None:
+            kinds.get(type(value), writer.add_array)(key, value)
 
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,203 @@
+"""Tests of GGUF files whose tensors differ from those of transformers. The files are written from
+random models of transformers as llama.cpp's converter writes them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.command import export_engine
+from support.gguf_converter import Changed, Conversion, convert, random_model, unchanged
+from support.tiny_checkpoints import decoder_logits
+from support.without_operators import float32_activations
+
+import eesd
+from eesd.model.checkpoint import Checkpoint
+
+PROMPT = [0, 40, 77, 5, 210, 99, 33, 140, 7, 61]
+
+
+def in_groups(rows: torch.Tensor, groups: int, size: int) -> torch.Tensor:
+    """Return the rows with the first head of each group first, then the second head of each
+    group."""
+    return rows.reshape(groups, -1, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def delta_rule(name: str, tensor: torch.Tensor, config: Any) -> Changed:
+    """Qwen3.5: The value heads of a key head are not next to each other."""
+    _, _, module = name.partition("linear_attn.")
+    keys = config.linear_num_key_heads
+    size = config.linear_value_head_dim
+    if not module:
+        return whole_norms(name, tensor, config)
+    if module.startswith(("in_proj_qkv.", "conv1d.")):
+        before = 2 * keys * config.linear_key_head_dim
+        first, values = torch.tensor_split(tensor.squeeze(1), [before])
+        tensor = torch.cat((first, in_groups(values, keys, size)))
+    elif module.startswith("in_proj_z."):
+        tensor = in_groups(tensor, keys, size)
+    elif module.startswith("out_proj."):
+        tensor = in_groups(tensor.T, keys, size).T
+    elif module != "norm.weight":
+        tensor = in_groups(tensor, keys, 1)
+    return whole_norms(name, tensor, config)
+
+
+def whole_norms(name: str, tensor: torch.Tensor, config: Any) -> Changed:
+    """Qwen3-Next: Norms have the 1 that the model adds, and decay is stored as a negative rate."""
+    before, _, module = name.partition("linear_attn.")
+    if module == "A_log":
+        return {name: -tensor.exp()}
+    if module == "dt_bias":
+        return {f"{before}linear_attn.dt_proj.bias": tensor}
+    if module == "conv1d.weight":
+        return {name: tensor.squeeze(1)}
+    if module == "in_proj_qkvz.weight":
+        heads = config.linear_num_key_heads
+        values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+        rows = tensor.reshape(heads, -1, tensor.shape[1])
+        ends = np.cumsum([config.linear_key_head_dim] * 2 + [values]).tolist()
+        parts = torch.tensor_split(rows, ends, 1)
+        *joint, gates = (part.reshape(-1, tensor.shape[1]) for part in parts)
+        prefix = f"{before}linear_attn.in_proj"
+        return {f"{prefix}_qkv.weight": torch.cat(joint), f"{prefix}_z.weight": gates}
+    if not module and name.endswith("norm.weight"):
+        return {name: tensor + 1}
+    return unchanged(name, tensor, config)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 28}
+RULE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+OF_RULE: dict[str, Any] = {
+    "rope.dimension_count": 6,
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 72,
+    "full_attention_interval": 4,
+    "attention.recurrent_layers": [True, False, True],
+}
+IMAGES: dict[str, Any] = {"rope.dimension_sections": [1, 1, 1, 0]}
+OF_SHARED: dict[str, Any] = {"expert_shared_feed_forward_length": 28}
+NEXT = Conversion(
+    "qwen3next",
+    "qwen3_next",
+    SIZES | RULE | EXPERTS | SHARED | {"mlp_only_layers": [], "decoder_sparse_step": 1},
+    OF_RULE | OF_SHARED,
+    whole_norms,
+    smaller=1.0,
+)
+QWEN35 = Conversion(
+    "qwen35", "qwen3_5_text", SIZES | RULE, OF_RULE | IMAGES, delta_rule, smaller=1.0
+)
+QWEN35_MOE = replace(
+    QWEN35,
+    architecture="qwen35moe",
+    model_type="qwen3_5_moe_text",
+    options=SIZES | RULE | EXPERTS | SHARED,
+    metadata=OF_RULE | OF_SHARED | IMAGES,
+)
+
+
+def with_drafter(conversion: Conversion, *lists: str) -> Conversion:
+    """Return the model with one more block, which belongs to its drafter. ``lists`` are keys with a
+    value for each block."""
+    more = {key: [*conversion.metadata[key], False] for key in lists}
+    names = ("attn_norm", "nextn.eh_proj")
+    return replace(
+        conversion,
+        metadata={**conversion.metadata, **more, "block_count": 4, "nextn_predict_layers": 1},
+        extra={f"blk.3.{name}.weight": torch.ones(2, 3) for name in names},
+    )
+
+
+CONVERSIONS: Mapping[str, Conversion] = {
+    "qwen3next": NEXT,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+    "qwen35moe, with a drafter": with_drafter(QWEN35_MOE, "attention.recurrent_layers"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_file_has_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    model = random_model(CONVERSIONS[name])
+    path = convert(tmp_path / "model.gguf", CONVERSIONS[name], model)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = model(ids).logits
+    checkpoint = Checkpoint(path)
+    assert ("drafter" in " ".join(checkpoint.config.notices)) == ("drafter" in name)
+    found = decoder_logits(checkpoint, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+
+
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "head_dim": 128,
+    "num_attention_heads": 2,
+}
+"""Sizes of whole blocks of 256."""
+LEVELS = {
+    "qwen35": (
+        replace(
+            QWEN35,
+            options={**QWEN35.options, **BLOCKS, "linear_value_head_dim": 128},
+            metadata={**QWEN35.metadata, "ssm.inner_size": 768, "rope.dimension_count": 64},
+        ),
+        {"ssm_out": "Q4_K", "ffn_down": "Q6_K", "attn_": "Q8_0", "ffn_": "Q8_0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_an_export_of_levels_generates_the_tokens_of_the_decoder(tmp_path: Path, name: str) -> None:
+    conversion, types = LEVELS[name]
+    path = convert(tmp_path / "model.gguf", conversion, random_model(conversion), types)
+    checkpoint = Checkpoint(path)
+    assert len({*checkpoint.own_levels.values()}) == len({*types.values()})
+    plans = export_engine(path, tmp_path / "plans", "--max-seq-len", 64)
+    engines = eesd.load(plans, activations=float32_activations("ort"))
+    found = engines.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+    tokens = list(PROMPT)
+    for _ in found:
+        logits = decoder_logits(checkpoint, torch.tensor([tokens]))
+        tokens.append(int(logits[0, -1].argmax()))
+    assert found == tokens[len(PROMPT) :]
+    assert len({*found}) > 5, "a constant text would compare little"
