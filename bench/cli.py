@@ -43,7 +43,10 @@ COUNT = click.IntRange(1, 10**6)
 THREADS = click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="CPU threads.  [default: all, one fewer if over four]",
+    help=(
+        "Number of CPU threads.  [default: number of processors, minus one if there are more "
+        "than four]"
+    ),
 )
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing results in --output.")
 
@@ -59,44 +62,54 @@ def prompt_options(
             "tasks",
             multiple=True,
             metavar="FILE",
-            help="Prompts, JSON lines; repeatable.  [default: bundled]",
+            help="JSON lines file of prompts; repeatable.  [default: bundled prompts]",
         ),
         click.option(
             "--temperature",
             type=cli.Number(0, 100),
             default=DEFAULT.temperature,
-            help="Temperature of samplings other than greedy.",
+            help="Temperature for samplings other than greedy.",
         ),
         click.option(
             "-n",
             "--max-new-tokens",
             type=COUNT,
             default=new_tokens,
-            help="Tokens to generate after each prompt.",
+            help="Number of tokens to generate after each prompt.",
         ),
         click.option(
             "--per-task",
             type=COUNT,
             default=per_task,
-            help="Maximum number of reported prompts of a task.",
+            help="Maximum number of prompts per task in the results.",
         ),
         click.option(
             "--tuning-per-task",
             type=COUNT,
             default=tuning_per_task,
-            help="Maximum number of tuning prompts of a task.",
+            help="Maximum number of prompts per task for tuning.",
         ),
         click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
         click.option(
-            "--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."
+            "--seed",
+            type=cli.SEED,
+            default=DEFAULT.seed,
+            help="Random seed for controllers and sampling.",
         ),
-        click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
         click.option(
-            "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."
+            "--backend",
+            type=click.Choice(BACKENDS),
+            default=DEFAULT.backend,
+            help="Backend, as in eesd-run.",
+        ),
+        click.option(
+            "--kv-cache-dtype",
+            type=click.Choice(KV_CACHE_DTYPES),
+            help="Type of the KV cache, as in eesd-run.",
         ),
         THREADS,
         click.option(
-            "-o", "--output", type=cli.OUTPUT, default=Path(output), help="Directory to write."
+            "-o", "--output", type=cli.OUTPUT, default=Path(output), help="Output directory."
         ),
         OVERWRITE,
     )
@@ -124,7 +137,7 @@ def read_options(given: dict[str, Any]) -> Options:
 CHARTS = click.option(
     "--charts",
     is_flag=True,
-    help="Also draw the speed-up and the acceptance, as charts.svg; needs matplotlib.",
+    help="Also plot the speed-up and the acceptance in charts.svg. Needs matplotlib.",
 )
 CHART = "charts.svg"
 
@@ -143,23 +156,23 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     "directories",
     type=cli.PATH,
     multiple=True,
-    help="Engine directory; repeatable.",
+    help="Engine directory to measure; repeatable.",
 )
 @click.option(
     "--controllers",
     default=" ".join(DEFAULT.controllers),
-    help="Controllers to measure. The length of fixed is tuned.",
+    help="Controllers to measure. The draft length of fixed is tuned first.",
 )
 @click.option(
     "--tree-widths",
     "widths",
     default=" ".join(map(str, DEFAULT.widths)),
-    help="Tree widths to measure; 1 is a chain.",
+    help="Tree widths to measure. 1 is a chain.",
 )
 @click.option(
     "--drafter", type=click.Choice([*DRAFTERS]), default=DEFAULT.drafter, help="Source of drafts."
 )
-@click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too.")
+@click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget.")
 @click.option(
     "--samplings",
     default=" ".join(DEFAULT.samplings),
@@ -171,7 +184,9 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     help="Pause drafting while it is slower than plain decoding.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Take about a minute: few prompts, few tokens, chains only."
+    "--quick",
+    is_flag=True,
+    help="Take about a minute, with few prompts, few tokens, and chains only.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --output.")
 @CHARTS
@@ -180,11 +195,11 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 def main(
     context: click.Context, /, directories: tuple[Path, ...], charts: bool, **given: Any
 ) -> None:
-    """Measure drafting against plain decoding. Every controller, tree width and sampling is
-    measured, and all tokens are compared.
+    """Measure drafting against plain decoding. Every combination of controller, tree width and
+    sampling is measured, and all tokens are compared.
 
-    Lists are separated by spaces. Several engine directories (such as exit heads of one model) are
-    measured in the same way.
+    The values of a list are separated by spaces. If several engine directories are given (such as
+    exit heads of one model), all are measured.
     """
     if context.invoked_subcommand is not None:
         return
@@ -234,25 +249,28 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 @click.option(
     "--engine-dir",
     type=cli.PATH,
-    help="Record traces with this directory, which eesd-export wrote.",
+    help="Engine directory to record traces with.",
 )
-@click.option("--trace", type=cli.PATH, help="Replay this recorded trace; needs --tuning-trace.")
+@click.option("--trace", type=cli.PATH, help="Recorded trace to replay. Needs --tuning-trace.")
 @click.option("--tuning-trace", type=cli.PATH, help="Recorded trace of the tuning prompts.")
 @click.option(
     "--costs",
     multiple=True,
     default=(MEASURED, "70b"),
-    help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.",
+    help=f"Cost model: {', '.join((MEASURED, *COST_MODELS))}; repeatable.",
 )
-@click.option("--sampling", default="greedy", help="greedy or coupled.")
+@click.option("--sampling", default="greedy", help="Sampling: greedy or coupled.")
 @click.option(
-    "--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position."
+    "--depth",
+    type=click.IntRange(1, 512),
+    default=16,
+    help="Number of tokens to draft from every position.",
 )
 @prompt_options(128, 99, 99, "simulation")
 def simulate(
     engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any
 ) -> None:
-    """Replay all controllers on recorded traces under several cost models, and compare their
+    """Replay all controllers on recorded traces with several cost models, and compare their
     speed."""
     output, costs, depth, overwrite = (
         given.pop(name) for name in ("output", "costs", "depth", "overwrite")
@@ -292,22 +310,25 @@ def simulate(
 @click.option(
     "--trace",
     type=cli.PATH,
-    help="Decode what simulate --engine-dir recorded, instead of made-up texts.",
+    help="Trace recorded by simulate --engine-dir, to use instead of synthetic texts.",
 )
 @click.option(
     "--costs",
-    help=f"{', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, with --trace measured]",
+    help=(
+        f"Cost model: {', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, or measured "
+        "with --trace]"
+    ),
 )
 @click.option("--controller", default=Speculation().controller, help="Controller and its options.")
 @click.option(
     "--starts",
     type=click.IntRange(1, 10_000),
     default=200,
-    help="Processes of each head and machine.",
+    help="Number of processes for each head and machine.",
 )
 def starts(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
-    """Simulate fresh processes on a machine with noise, load, stalls and a burst. The output shows
-    how much time drafting costs them."""
+    """Simulate new processes on a machine with noise, load, stalls and a burst, and print the time
+    that drafting costs them."""
     make_controller(controller)
     recorded = load_trace(trace) if trace else None
     name = costs or (MEASURED if recorded else "4bit")
@@ -328,7 +349,7 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int) 
 
 @main.command(context_settings=cli.HELP)
 @click.argument("files", nargs=-1, required=True, type=cli.PATH)
-@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Markdown to write.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Markdown file to write.")
 def report(files: tuple[Path, ...], output: Path) -> None:
     """Write Markdown from FILES that eesd-bench wrote."""
     replayed = [path for path in files if Simulation.wrote(read_json(path))]

@@ -30,12 +30,15 @@ INTERVAL = click.IntRange(1, 10**9)
     "--model",
     type=cli.NAME,
     required=True,
-    help="Model directory, GGUF file, Hugging Face id, or short name.",
+    help="Model directory, GGUF file, Hugging Face id, or short name such as llama-70b.",
 )
 @click.option(
     "--exit-layer",
     type=click.IntRange(1, 10_000),
-    help="Number of model layers before the exit head (N).  [default: 2, or 1]",
+    help=(
+        "Number of model layers before the exit head (N).  [default: 2, or 1 for a model of "
+        "two layers]"
+    ),
 )
 @click.option(
     "-o",
@@ -47,42 +50,49 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--blocks",
     type=click.IntRange(0, 1000),
-    help="Number of decoder blocks in the head (E). 0 with --steps 0: the model's own norm and LM "
-    "head, for models that were "
-    "trained to exit early.  [default: 1]",
+    help=(
+        "Number of decoder blocks in the head (E). 0, together with --steps 0, uses the "
+        "model's own norm and LM head, for models that were trained to exit early.  "
+        "[default: 1]"
+    ),
 )
 @click.option(
     "--own-lm-head/--shared-lm-head",
     default=None,
     help=(
-        "Train an LM head for the exit head, or use the model's.  [default: its own with a draft "
-        "vocabulary, if the head then has at most 10 million weights]"
+        "Whether to train an LM head for the exit head, or to use the model's.  [default: "
+        "own with a draft vocabulary, if the head then has at most 10 million weights]"
     ),
 )
 @click.option(
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
-    help="Let the head predict only this number of tokens, the most used in the text; 0 for the "
-    "whole vocabulary.  [default: a quarter of a large vocabulary, 8192 to 16384]",
+    help=(
+        "Let the head predict only this number of tokens, the most frequent in the text. 0 "
+        "means the whole vocabulary.  [default: a quarter of a large vocabulary, between "
+        "8192 and 16384]"
+    ),
 )
 @click.option(
     "--deep",
     help=(
-        "Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: "
-        "the thirds of the model]"
+        "Layers above N whose states the draft also reads, such as 10,20,30, or none.  "
+        "[default: the last layer of each third of the model]"
     ),
 )
 @click.option(
     "--mlp",
     type=click.IntRange(0, LARGEST_SIZE),
-    help="Width of the MLPs of the head's blocks; 0: none.  [default: the model's width, or what "
-    "10 million weights have room for]",
+    help=(
+        "Width of the MLPs in the head's blocks. 0 leaves the MLPs out.  [default: the "
+        "model's width, or less to stay within 10 million weights]"
+    ),
 )
 @click.option(
     "--init-head",
     type=cli.NAME,
     help=(
-        "Start from this head, a directory or Hugging Face id, and with its structure, instead of "
+        "Start from this head (a directory or Hugging Face id) and its structure, instead of "
         "the model's last layers."
     ),
 )
@@ -90,63 +100,72 @@ INTERVAL = click.IntRange(1, 10**9)
     "--data",
     type=cli.PATH,
     multiple=True,
-    help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.",
+    help="File of rows to train on (.txt, .jsonl, .npy or .safetensors); repeatable.",
 )
 @click.option(
     "--self-generate",
     type=cli.PATH,
     multiple=True,
-    help="Prompts; the model's continuations are trained on; repeatable.",
+    help="File of prompts; repeatable. The head is trained on the model's continuations.",
 )
 @click.option(
     "--self-prompt",
     type=click.IntRange(0, 10**9),
     default=0,
     help=(
-        "Prompts that the model writes itself.  [default: half as many as --own-rows if there is "
-        "no other data]"
+        "Number of prompts that the model writes itself.  [default: 0, or half of --own-rows "
+        "if there is no other data]"
     ),
 )
 @click.option(
     "--self-prompt-start",
     default=STARTS,
     multiple=True,
-    help="Beginning of its prompts; repeatable, used in turn.",
+    show_default=False,
+    help=(
+        "Beginning of the prompts that the model writes; repeatable. Prompts use the "
+        "beginnings in turn.  [default: beginnings of common tasks]"
+    ),
 )
 @click.option(
     "--own-text",
     type=cli.OUTPUT,
-    help="Directory of the generated text.  [default: OUTPUT/own-text]",
+    help="Directory for the generated text.  [default: OUTPUT/own-text]",
 )
 @click.option(
     "--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate."
 )
 @click.option(
-    "--own-batch", type=click.IntRange(1, 65536), default=16, help="Rows generated at a time."
+    "--own-batch",
+    type=click.IntRange(1, 65536),
+    default=16,
+    help="Number of rows to generate at a time.",
 )
 @click.option(
-    "--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn."
+    "--temperatures",
+    default="0,0.7,1",
+    help="Sampling temperatures. Generated rows use them in turn.",
 )
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1, 10**6),
     default=32,
-    help="Tokens in a prompt that is cut from text.",
+    help="Number of tokens in a prompt that is cut from text.",
 )
 @click.option(
-    "--mix", type=cli.PATH, multiple=True, help="Ground-truth text to mix in; repeatable."
+    "--mix", type=cli.PATH, multiple=True, help="File of ground-truth text to mix in; repeatable."
 )
 @click.option(
     "--mix-share",
     type=cli.Number(0, 1, max_open=True),
     default=0.25,
-    help="Fraction of each batch that is mixed in.",
+    help="Fraction of each batch that comes from --mix.",
 )
 @click.option(
     "--validation",
     type=cli.PATH,
     multiple=True,
-    help="Validation prompts; repeatable.  [default: held out from the data]",
+    help="File of validation prompts; repeatable.  [default: prompts held out from the data]",
 )
 @click.option(
     "--validation-prompts",
@@ -158,12 +177,15 @@ INTERVAL = click.IntRange(1, 10**9)
     "--validation-tokens",
     type=click.IntRange(2, 10**6),
     default=128,
-    help="Tokens that the model appends to each validation prompt.",
+    help="Number of tokens that the model appends to each validation prompt.",
 )
 @click.option(
     "--offline",
     type=cli.OUTPUT,
-    help="Cache of the teacher's targets. With a complete cache no teacher is loaded.",
+    help=(
+        "Directory in which to cache the teacher's targets. If the cache is complete, the "
+        "teacher is not loaded."
+    ),
 )
 @click.option(
     "--ce",
@@ -181,33 +203,41 @@ INTERVAL = click.IntRange(1, 10**9)
     "--tv",
     type=WEIGHT,
     default=0.0,
-    help="Weight of the total variation distance, for rejection sampling.",
+    help=(
+        "Weight of the total variation distance from the teacher's distribution. Useful for "
+        "rejection sampling."
+    ),
 )
 @click.option(
     "--top-k",
     type=click.IntRange(1, 10**6),
     default=64,
-    help="Tokens of the teacher's distribution that are kept.",
+    help="Number of most likely tokens to keep of the teacher's distribution.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(0, 10**9),
     default=4000,
     help=(
-        "Training steps. 0: only evaluate and calibrate the --init-head, or with --blocks 0 the "
-        "model's own exit."
+        "Number of training steps. 0 only evaluates and calibrates the head of --init-head, "
+        "or with --blocks 0 the model's own exit."
     ),
 )
 @click.option(
     "--batch",
     type=click.IntRange(1, 65536),
     default=8,
-    help="Rows in a forward pass, on each process.",
+    help="Number of rows in a forward pass, per process.",
 )
 @click.option(
-    "--accumulate", type=click.IntRange(1, 65536), default=1, help="Forward passes in a step."
+    "--accumulate",
+    type=click.IntRange(1, 65536),
+    default=1,
+    help="Number of forward passes per step.",
 )
-@click.option("--length", type=click.IntRange(2, 10**6), default=256, help="Tokens in a row.")
+@click.option(
+    "--length", type=click.IntRange(2, 10**6), default=256, help="Number of tokens in a row."
+)
 @click.option(
     "--lr", type=cli.Number(0, 100, min_open=True), default=3e-3, help="Peak learning rate."
 )
@@ -215,13 +245,13 @@ INTERVAL = click.IntRange(1, 10**9)
     "--warmup",
     type=cli.Number(0, 1),
     default=0.01,
-    help="Fraction of the steps with a rising learning rate.",
+    help="Fraction of the steps in which the learning rate rises.",
 )
 @click.option(
     "--cooldown",
     type=cli.Number(0, 1),
     default=0.55,
-    help="Fraction of the steps with a falling learning rate.",
+    help="Fraction of the steps in which the learning rate falls.",
 )
 @click.option(
     "--clip",
@@ -229,28 +259,39 @@ INTERVAL = click.IntRange(1, 10**9)
     default=1.0,
     help="Maximum norm of the gradient.",
 )
-@click.option("--precision", type=click.Choice(PRECISIONS), default="bf16")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="bf16", help="Precision of the training."
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     help="Type of the model's weights.  [default: float32 on a CPU, else bfloat16]",
 )
-@click.option("--log-every", type=INTERVAL, default=50, help="Steps between lines of metrics.")
-@click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
-@click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
 @click.option(
-    "--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation."
+    "--log-every", type=INTERVAL, default=50, help="Number of steps between lines of metrics."
+)
+@click.option(
+    "--eval-every", type=INTERVAL, default=500, help="Number of steps between validations."
+)
+@click.option(
+    "--save-every", type=INTERVAL, default=500, help="Number of steps between checkpoints."
+)
+@click.option(
+    "--seed",
+    type=cli.SEED,
+    default=0,
+    help="Random seed for the order of the data, the selection of prompts, and generation.",
 )
 @click.option(
     "--charts",
     is_flag=True,
-    help="Also draw losses and acceptance, as training.svg; needs matplotlib.",
+    help="Also plot losses and acceptance in training.svg. Needs matplotlib.",
 )
 def main(charts: bool, **options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
-    Without data the model writes its own prompts. The same command continues a run that was
-    stopped.
+    Without data, the model writes its own prompts. To continue a run that was stopped, run the same
+    command again.
     """
     try:
         import accelerate  # noqa: F401
@@ -331,7 +372,7 @@ def _parse_numbers(
         numbers = (math.nan,)
     if not all(least <= number <= most for number in numbers):  # NaN is not
         raise EESDError(
-            f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was "
+            f"{option} must be numbers from {least} to {most} separated by commas; {text!r} was "
             "given."
         )
     return numbers
@@ -341,7 +382,7 @@ def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
     """Parse distinct whole numbers from 1 to ``most``, separated by commas."""
     numbers = _parse_numbers(option, text, int, 1, most)
     if len(set(numbers)) < len(numbers):
-        raise EESDError(f"{option} has a number twice: {text}; give each once.")
+        raise EESDError(f"{option} has a number twice ({text}); give each number once.")
     return numbers
 
 

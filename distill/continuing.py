@@ -63,9 +63,7 @@ class Writing:
                 "Each prompt needs a limit and a temperature; give the same number of each."
             )
         if not all(map(len, self.prompts)):
-            raise EESDError(
-                "A prompt has no tokens, and a model continues at least one; give other prompts."
-            )
+            raise EESDError("A prompt has no tokens; give prompts of at least one token.")
         if min(self.temperatures, default=0) < 0 or (self.rows is not None and self.rows < 1):
             raise EESDError("Temperatures must be 0 or above, and rows at least 1.")
 

@@ -315,8 +315,8 @@ class Run:
             held = min(data.validation_prompts, every // 10, count // 2)
             if not held:
                 raise EESDError(
-                    f"There are only {count} rows to train on; give more data, or "
-                    "--validation FILE."
+                    f"There are only {count} rows to train on; give more data, or --validation "
+                    "FILE."
                 )
             prompts = prompts_of_rows(rows, held, data.prompt_tokens)
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
@@ -609,7 +609,8 @@ def make_accelerator() -> Accelerator:
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() == "true":
             raise EESDError(
-                f"Each process has a copy of the head, and nothing is sharded; unset {name}."
+                "Sharding is not supported, because each process has a copy of the head; "
+                f"unset {name}."
             )
     return accelerator
 
@@ -670,7 +671,7 @@ def checked(
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
             raise EESDError(
-                f"{path} is not a file; give files of text, JSON lines or token arrays."
+                f"{path} is not a file; give a file of text, JSON lines or token arrays."
             )
     if training.draft_vocab >= config.geometry.vocab_size:
         training = replace(training, draft_vocab=0)

@@ -73,7 +73,8 @@ def check_output(output: Path) -> None:
     for found in checkpoints:
         if found.is_symlink() or not found.is_dir() or _foreign(found):
             raise EESDError(
-                f"{found} is no checkpoint of eesd-distill; give another --output, or move it away."
+                f"{found} is not a checkpoint of eesd-distill; give another --output, or move "
+                "it away."
             )
     if not checkpoints and not MetricsLog(output).path.exists():
         _check_head(output)
@@ -85,7 +86,7 @@ def _check_head(output: Path) -> None:
         for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE)
     ):
         raise EESDError(
-            f"{output} has an exit head that no run here trained; move it away, or give "
+            f"{output} has an exit head from another source; move it away, or give "
             "another --output."
         )
 
@@ -424,8 +425,7 @@ class Trainer:
         if changed:
             raise EESDError(
                 f"{self.output} has a run with other options ({changed}); give the same "
-                "options to continue it, "
-                "or another --output."
+                "options to continue it, or another --output."
             )
         self._load_head(newest / "head.safetensors", remedy)
         if self._means:

@@ -39,7 +39,7 @@ FLOAT16 = (
 @click.option(
     "--target",
     type=click.Choice((*FLAVOURS, CPU)),
-    help="Flavour to build, or cpu.  [default: the installed flavour]",
+    help="TensorRT flavour to build plans for, or cpu.  [default: the installed flavour]",
 )
 @click.option(
     "--precision", help="Fail unless the engines have this element type, such as float16."
@@ -48,29 +48,32 @@ FLOAT16 = (
     "--batch",
     type=click.IntRange(1, 64),
     default=1,
-    help="Maximum number of rows of a batch: sequences that decode in one call.",
+    help="Maximum number of sequences that decode in one call.",
 )
 @click.option(
     "--prefill-chunk",
     type=click.IntRange(1, 2**31 - 1),
-    help="Largest number of prompt tokens of a call.  [default: 512]",
+    help="Maximum number of prompt tokens in a call.  [default: 512]",
 )
 @click.option(
     "--compute-capability",
     "capabilities",
     multiple=True,
-    help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable.",
+    help=("With tensorrt-rtx, compute capability of a GPU to build for, such as 8.9; repeatable."),
 )
 @click.option(
     "--strip-weights",
     is_flag=True,
-    help="Leave weights out of the plans; loading reads those of DIRECTORY. Needs a GPU.",
+    help="Leave the weights out of the plans, and load them from DIRECTORY. Needs a GPU.",
 )
-@click.option("--force", is_flag=True, help="Rebuild even if up to date.")
+@click.option("--force", is_flag=True, help="Rebuild plans even if they are up to date.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Run the plans afterwards, and compare them with torch and their graphs. Needs a GPU.",
+    help=(
+        "Run the plans after the build, and compare them with torch and with their graphs. "
+        "Needs a GPU."
+    ),
 )
 def main(
     directory: Path,

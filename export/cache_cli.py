@@ -20,7 +20,7 @@ _place = click.option(
     type=cli.PATH,
     envvar="EESD_CACHE_DIR",
     metavar="DIR",
-    help="Directory of the cache.  [default: the user's]",
+    help="Cache directory.  [default: in the user's cache]",
 )
 
 
@@ -49,12 +49,12 @@ def show(cache_dir: Path | None) -> None:
 
 @main.command()
 @click.argument("names", nargs=-1, type=cli.NAME)
-@click.option("--all", "everything", is_flag=True, help="Remove all of them.")
+@click.option("--all", "everything", is_flag=True, help="Remove all directories.")
 @click.option(
     "--older-than",
     type=cli.Number(0, 100_000),
     metavar="DAYS",
-    help="Remove directories without use for DAYS days.",
+    help="Remove directories that have not been used for DAYS days.",
 )
 @_place
 def clean(
@@ -65,9 +65,7 @@ def clean(
     Only directories that --model made are removed. A directory with any foreign file is kept.
     """
     if bool(names) + everything + (older_than is not None) != 1:
-        raise EESDError(
-            "Say what to remove: give NAMES, --all or --older-than DAYS, and only one of them."
-        )
+        raise EESDError("Give exactly one of NAMES, --all and --older-than DAYS.")
     cache = cache_directory(cache_dir)
     remove_leftovers(cache)
     known = {entry.path.name: entry for entry in entries(cache)}

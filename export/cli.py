@@ -23,21 +23,24 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--model",
     type=NAME,
     required=True,
-    help="Model directory, GGUF file, Hugging Face id, or name such as llama-70b.",
+    help="Model directory, GGUF file, Hugging Face id, or short name such as llama-70b.",
 )
 @click.option(
     "--exit-layer",
     type=click.IntRange(1, 10_000),
-    help="Number of layers before the exit head (N).  [default: from the exit head]",
+    help="Number of layers before the exit head (N).  [default: as the exit head was trained]",
 )
 @click.option(
     "--exit-head",
     type=NAME,
-    help="Source of drafts. A trained exit head or a published EAGLE-3 head: its directory or "
-    "Hugging Face id. quantized: the whole model in fewer bits, without training. own: the "
-    "model's norm and LM head, for models trained to exit early. none: only repeated text.  "
-    "[default: the head in the model directory; own with --exit-layer if the model's name "
-    "says LayerSkip; quantized for weights of 8 bits or more; else none]",
+    help=(
+        "Source of drafts: the directory or Hugging Face id of a trained exit head or of a "
+        "published EAGLE-3 head; quantized (the whole model in fewer bits, without "
+        "training); own (the model's norm and LM head, for models trained to exit early); or "
+        "none (only repeated text drafts).  [default: the head in the model directory; own "
+        "with --exit-layer if the model's name contains LayerSkip; quantized for weights of "
+        "8 bits or more; else none]"
+    ),
 )
 @click.option(
     "-o", "--output", type=OUTPUT, default=Path("plans"), help="Engine directory to write."
@@ -50,46 +53,56 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--quantize",
     type=click.Choice((*QUANTIZED_OR_NONE, KEEP)),
-    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels. "
-    "fp8 is for GPUs of compute "
-    "capability 8.9 or newer, nvfp4 for 10.0.  [default: keep for float32 engines of a "
-    "quantized GGUF file, else none]",
+    help=(
+        "Format to which the linear weights of the layers are quantized. keep uses the "
+        "quantized values of a GGUF file as they are. fp8 needs a GPU of compute capability "
+        "8.9 or newer, and nvfp4 one of 10.0.  [default: keep for float32 engines of a "
+        "quantized GGUF file, else none]"
+    ),
 )
 @click.option(
     "--quantize-head",
     type=click.Choice(QUANTIZED_OR_NONE),
-    help="The same for the LM head.  [default: as --quantize]",
+    help="Format of the LM head, as for --quantize.  [default: as --quantize]",
 )
 @click.option(
     "--quantize-draft",
     type=click.Choice(QUANTIZED_OR_NONE),
-    help="The same for weights that only the draft uses; it never changes the output.  "
-    "[default: int4 for float32 engines and above 1 B weights, else as --quantize]",
+    help=(
+        "Format of the weights that only the draft uses. It never changes the output.  "
+        "[default: int4 for float32 engines and for models above 1 B weights, else as "
+        "--quantize]"
+    ),
 )
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
     help=(
-        "4 bits without or with minimums. Minimums are more accurate, but TensorRT has none.  "
-        "[default: symmetric for 16-bit engines]"
+        "Whether 4-bit weights have no minimums. Minimums are more accurate, but TensorRT "
+        "does not support them.  [default: symmetric for 16-bit engines]"
     ),
 )
 @click.option(
     "--round-on",
     type=PATH,
-    help="Text file like your users' texts. Weights of 4 bits are then rounded together, so that "
-    "the outputs of layers "
-    "change little on it (GPTQ). This takes minutes.  [default: round each weight to nearest]",
+    help=(
+        "Text file that resembles your users' texts. 4-bit weights are then rounded jointly "
+        "(GPTQ), so that the outputs of the layers change little on this text. This takes "
+        "minutes.  [default: round each weight to nearest]"
+    ),
 )
 @click.option(
     "--layers",
     type=click.IntRange(2, 10_000),
-    help="Export only the first layers of the model, as a trial.",
+    help="Export only this number of layers, the first of the model, as a trial.",
 )
 @click.option(
     "--max-seq-len",
     type=click.IntRange(2, MAX_SLOTS),
-    help=f"Slots of the KV cache (S).  [default: the model's positions, at most {DEFAULT_SLOTS}]",
+    help=(
+        "Number of slots in the KV cache (S).  [default: the model's maximum length, up to "
+        f"{DEFAULT_SLOTS}]"
+    ),
 )
 @click.option(
     "--max-tree-nodes",
@@ -101,7 +114,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--draft-top-k",
     type=click.IntRange(1, MAX_TOP_K),
     default=DEFAULT_TOP_K,
-    help="Candidates that the draft returns per token (K).",
+    help="Number of candidates that the draft returns per token (K).",
 )
 @click.option(
     "--stages",
@@ -118,21 +131,21 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--check/--no-check",
     default=None,
     help=(
-        "Compare the whole graphs with torch, or check nothing.  [default: check two layers and "
-        "the head with ONNX Runtime]"
+        "Compare the whole graphs with torch, or skip all checks.  [default: check two "
+        "layers and the head with ONNX Runtime]"
     ),
 )
 @click.option(
     "--pack/--no-pack",
     default=None,
     help=(
-        "Also build for the CPU, as eesd-build --target cpu does.  [default: if there is no GPU, "
-        "and memory allows]"
+        "Also pack the weights for the CPU, as eesd-build --target cpu does.  [default: if "
+        "there is no GPU, and enough memory]"
     ),
 )
 def main(output: Path, **options: Any) -> None:
-    """Export a model and its exit head to an engine directory: draft and verify graphs, shared
-    weights, tokenizer, manifest."""
+    """Export a model and its exit head to an engine directory, which has draft and verify graphs,
+    shared weights, a tokenizer and a manifest."""
     make_engines(
         Choices(**options), output, click.echo, lambda step: click.echo(f"{step} ...", err=True)
     )

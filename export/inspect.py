@@ -34,58 +34,62 @@ BAR_WIDTH = 48
 @click.option(
     "--model",
     type=NAME,
-    help="With --predict and --memory, instead of DIRECTORY: a model as eesd-export takes it. It "
-    "need not be exported; only its config.json is read.",
+    help=(
+        "With --predict or --memory, a model as in eesd-export, instead of DIRECTORY. Only "
+        "its config.json is read."
+    ),
 )
-@click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
+@click.option(
+    "--verify", is_flag=True, help="Hash every file, and compare the hashes with the manifest."
+)
 @click.option(
     "--exact",
     is_flag=True,
-    help="Compare the bits of logits between calls of 1 to M + 1 tokens, and with a tree.",
+    help="Check that calls of 1 to M + 1 tokens, and a tree, give the same bits of logits.",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
-    help="With --exact: the backend to check.",
+    help="With --exact, backend to check.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="With --exact: CPU threads.  [default: 1, and the number that eesd-run uses]",
+    help="With --exact, number of CPU threads.  [default: check 1 and the default of eesd-run]",
 )
 @click.option(
     "--memory",
     is_flag=True,
-    help="Show only an estimate of the memory for running, by device.",
+    help="Show only an estimate of the memory needed on each device.",
 )
 @click.option(
     "--predict",
     type=click.Choice(list(GPUS)),
-    help="Show only a prediction of the time of calls on a GPU, and of the speed-up.",
+    help="Show only the predicted times of calls on this GPU, and the predicted speed-up.",
 )
 @click.option(
     "--max-seq-len",
     type=click.IntRange(2, 2**31 - 1),
-    help="With --memory and --predict: slots of the KV cache.  [default: as exported]",
+    help="With --memory or --predict, number of slots in the KV cache.  [default: as exported]",
 )
 @click.option(
     "--text-tokens",
     type=click.IntRange(1, 2**31 - 1),
-    help="With --predict: tokens of the text.  [default: a full cache]",
+    help="With --predict, number of tokens in the text.  [default: a full cache]",
 )
 @click.option(
     "--parallel",
     type=click.IntRange(1, 1024),
     help=(
-        "With --memory and --predict: ranks of the torch backend that share the weights.  "
-        "[default: 1]"
+        "With --memory or --predict, number of ranks of the torch backend that share the "
+        "weights.  [default: 1]"
     ),
 )
 @click.option(
     "--batch",
     type=click.IntRange(1, 65536),
-    help="With --memory: number of sequences.  [default: 1]",
+    help="With --memory, number of sequences.  [default: 1]",
 )
 @click.option(
     "--json",
@@ -108,8 +112,8 @@ def main(
     batch: int | None,
     as_json: bool,
 ) -> None:
-    """Show the content of an engine directory, or predict the content for a model exported with
-    default options."""
+    """Show the content of an engine directory, or of the directory that an export of a model with
+    default options would write."""
     fault = first_fault(
         {
             "Give either an engine directory or --model.": (directory is None) == (model is None),

@@ -281,8 +281,10 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
                 **{"rows of logits that differ": f"{differ}, in {count} calls of all sizes"},
             }.items(),
         ),
-        "The expected bits are those of plain decoding with the first engine and the same "
-        "activations.",
+        (
+            "All bits are compared with those of plain decoding on the first engine with "
+            "the same activations."
+        ),
         "",
     ]
     shown = []
@@ -310,13 +312,18 @@ def totals(rows: Sequence[Row]) -> tuple[int, int]:
 
 @command()
 @click.argument("directories", type=PATH, nargs=-1, required=True)
-@click.option("--new-tokens", type=click.IntRange(1), default=24, help="Tokens of each text.")
+@click.option(
+    "--new-tokens", type=click.IntRange(1), default=24, help="Number of tokens in each text."
+)
 @click.option("--backend", default="ort")
 @click.option(
-    "-o", "--output", type=OUTPUT, help="JSON to write; its rows of other directories are kept."
+    "-o",
+    "--output",
+    type=OUTPUT,
+    help="JSON file to write. Rows of other directories in it are kept.",
 )
 def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: Path | None) -> None:
-    """Compare the bits of logits between all ways to compute a text, on engine DIRECTORIES."""
+    "Check that all ways to compute a text give the same bits of logits, on engine DIRECTORIES."
 
     def report(row: Row) -> None:
         engine = (

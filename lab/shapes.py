@@ -229,16 +229,31 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="CPU threads.  [default: processors, one fewer if over four]",
+    help=(
+        "Number of CPU threads.  [default: number of processors, minus one if there "
+        "are more than four]"
+    ),
 )
-@click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
 @click.option(
-    "--nodes", default="1 2 4 8 16 32 64", callback=numbers, help="Nodes of verify passes."
+    "--repeats", type=click.IntRange(3, 10**6), default=30, help="Number of calls of each kind."
 )
 @click.option(
-    "--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts."
+    "--nodes",
+    default="1 2 4 8 16 32 64",
+    callback=numbers,
+    help="Numbers of nodes in verify passes.",
 )
-@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
+@click.option(
+    "--behind",
+    default=str(PROMPT),
+    callback=numbers,
+    help="Numbers of tokens before a pass, and in prompts.",
+)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(KV_CACHE_DTYPES),
+    help="Type of the KV cache, as in eesd-run.",
+)
 def main(
     engine_dir: Path,
     gpu: str | None,

@@ -283,7 +283,7 @@ class Questioning:
     type=cli.PATH,
     multiple=True,
     required=True,
-    help="Spec-Bench's question.jsonl; repeatable.",
+    help="File of questions, such as Spec-Bench's question.jsonl; repeatable.",
 )
 @click.option(
     "--engine-dir",
@@ -291,7 +291,7 @@ class Questioning:
     type=cli.PATH,
     multiple=True,
     required=True,
-    help="Engine directory; repeatable.",
+    help="Engine directory to measure; repeatable.",
 )
 @click.option(
     "--method",
@@ -299,51 +299,61 @@ class Questioning:
     multiple=True,
     default=("exit", "text", "both", "both,tree=1"),
     metavar="[DIR:]DRAFTER[,tree=N][,CONTROLLER]",
-    help="Way to draft; repeatable. DIR: is another engine directory of the same model.",
+    help=("Drafting method; repeatable. DIR is another engine directory of the same model."),
 )
 @click.option(
     "--samplings",
     default="greedy",
-    help="greedy, coupled (temperature 0.7), coupled-1; separated by spaces.",
+    help=("Samplings, separated by spaces: greedy, coupled (temperature 0.7), coupled-1."),
 )
 @click.option(
     "--kernels",
     multiple=True,
     default=("",),
-    help="CPU kernels, such as avx2; repeatable.  [default: the fastest]",
+    help="CPU kernels to use, such as avx2; repeatable.  [default: the fastest]",
 )
 @click.option(
-    "--per-category", type=COUNT, default=80, help="Largest number of questions of a category."
+    "--per-category", type=COUNT, default=80, help="Maximum number of questions per category."
 )
 @click.option(
     "--others",
     type=COUNT,
-    help="The same for all but the first sampling and kernels.  [default: the same]",
+    help=(
+        "Maximum number of questions per category, except with the first sampling "
+        "and kernels.  [default: as --per-category]"
+    ),
 )
-@click.option("--bits", is_flag=True, help="Compare logits, too, and read a prompt once for all.")
 @click.option(
-    "-n", "--max-new-tokens", type=COUNT, default=256, help="Tokens of an answer, at most."
+    "--bits",
+    is_flag=True,
+    help="Also compare logits, and prefill each prompt only once for all methods.",
+)
+@click.option(
+    "-n", "--max-new-tokens", type=COUNT, default=256, help="Maximum number of tokens in an answer."
 )
 @click.option(
     "--costs",
     type=click.Choice(list(COST_MODELS)),
-    help="Count the costs of calls on this device, instead of timing them here.",
+    help="Simulate the call costs of this device, instead of timing calls here.",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="CPU threads.  [default: processors, one fewer if over four]",
+    help=(
+        "Number of CPU threads.  [default: number of processors, minus one if there "
+        "are more than four]"
+    ),
 )
 @click.option(
-    "-o", "--output", type=cli.OUTPUT, default=Path("spec-bench.json"), help="Result to write."
+    "-o", "--output", type=cli.OUTPUT, default=Path("spec-bench.json"), help="JSON file to write."
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing result.")
 def main(
     questions: tuple[Path, ...], directories: tuple[Path, ...], output: Path, **given: Any
 ) -> None:
-    """Answer questions without and with drafting, and print a table."""
+    "Answer questions with and without drafting, and print a table."
     resume = given.pop("resume")
     overwrite = given.pop("overwrite")
     given |= {"samplings": given["samplings"].split()} | {

@@ -136,7 +136,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     ]
     lines = [
         f"{heading} {title}: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
-        + (", at the costs of another device" if result.costs else ""),
+        + (", with the call costs of another device" if result.costs else ""),
         "",
         *table(
             ["setting", ""],
@@ -148,15 +148,17 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
                 "machine": shown_machine(result.machine),
                 "versions": result.machine["libraries"],
                 "answers": f"at most {result.options['max_new_tokens']} tokens",
-                **{"questions left out": f"{result.skipped}, for lack of room"},
+                **{"questions left out": f"{result.skipped} (no room in the KV cache)"},
                 **({"costs": result.costs.name} if result.costs else {}),
             }.items(),
         ),
-        "Each question is answered with all its turns, through the chat template, plainly and "
-        "with every method, in an order "
-        "that rotates. A cell has the speed-up with its 95 % bootstrap interval over "
-        "questions, and the tokens of a round. "
-        "The speed-up is plain over drafting decode time, each summed over the questions.",
+        (
+            "Each question is answered with all its turns, through the chat template, "
+            "once by plain decoding and once with each method, in rotating order. A cell "
+            "shows the speed-up, its 95 % bootstrap interval over questions, and the "
+            "tokens per round. The speed-up is the decode time of plain decoding divided "
+            "by that of drafting, both summed over the questions."
+        ),
         "",
         *_explained(result),
         "",
@@ -178,16 +180,29 @@ def _explained(result: Result) -> list[str]:
     mean."""
     if result.costs:
         return [
-            "Seconds are counted, not measured: the runtime's clock adds the price of each "
-            "call on the other device. "
-            "Controllers, guard and text rule follow it."
+            (
+                "Times are simulated, not measured. For each call, the runtime's clock "
+                "advances by the cost of the call on the other device. The controllers, the "
+                "guard and the text rule use this clock."
+            )
         ]
     if result.options.get("bits"):
         return [
-            "Median: the median speed-up of the questions. Acceptance: share of judged draft "
-            "tokens. Pauses: pauses of the guard. Bits: answers with the logits of plain decoding."
+            (
+                "`median` is the median speed-up of the questions, `acceptance` the share of "
+                "judged draft tokens that were accepted, `pauses` the number of times that "
+                "the guard paused drafting, `bits` the number of answers with the same "
+                "logits as plain decoding, bit for bit, and `equal` the number of answers "
+                "with the same tokens."
+            )
         ]
-    return ["With prefill: including the time of the prompt, as in Spec-Bench."]
+    return [
+        (
+            "`with prefill` is the speed-up including the time of the prompt, as in "
+            "Spec-Bench. `equal` is the number of answers with the same tokens as plain "
+            "decoding."
+        )
+    ]
 
 
 def _table(result: Result, engine: str, sampling: str) -> list[str]:
@@ -215,7 +230,7 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
             answer.tokens for answer in plain.values()
         )
         rows.append(
-            [PLAIN, *[""] * len(names), f"{step * 1e3:.2f} ms a token", *[""] * (len(more) + 1)]
+            [PLAIN, *[""] * len(names), f"{step * 1e3:.2f} ms per token", *[""] * (len(more) + 1)]
         )
     return table(["method", *names, "overall", *more, "equal"], rows)
 

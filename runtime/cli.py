@@ -27,24 +27,25 @@ from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
 from eesd.runtime.request import Constraint, check_lengths
 
-AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
+AUTO = (
+    "Backend to run on. auto selects plans on a GPU if there are any, else torch on a "
+    "GPU, else ort."
+)
 MODELS_SAMPLING = (
-    "Whether the model's generation_config.json gives the sampling options that are left out."
+    "Whether to take defaults of the sampling options from the model's generation_config.json."
 )
 EXACT = "logits are the same bits for every number of tokens in a call"
 BITS = (
-    "Drafting changes no bit of a logit, also in trees and on a GPU. --no-exact computes less on "
-    "a GPU, but other requests may change the last bits of a logit.  "
-    "[default: exact where cheap]"
+    "Make sure that drafting changes no bit of a logit, even in trees and on a GPU. "
+    "--no-exact is faster on a GPU, but other requests may then change the last bits of "
+    "a logit.  [default: exact if it is cheap]"
 )
-ROUNDED = (
-    "Type of the activations that quantized weights are multiplied by on the CPU.  [default: int8]"
-)
+ROUNDED = "Type of the activations in products with quantized weights on the CPU.  [default: int8]"
 CACHED = (
-    "Type of the KV cache on the CPU: float16 needs half the memory and reading time of float32, "
-    "int8 a quarter.  [default: float32]"
+    "Type of the KV cache on the CPU. Compared with float32, float16 takes half the "
+    "memory and reading time, and int8 a quarter.  [default: float32]"
 )
-DRAFTED = "Source of drafts: the exit head, the text itself where it repeats, or both."
+DRAFTED = "Source of drafts: the exit head, repeated text, or both."
 DEEPEST = 8
 """Deepest draft level whose acceptance is shown."""
 
@@ -60,10 +61,13 @@ drafting_options = cli.options(
     click.option(
         "--controller",
         default=Speculation.controller,
-        help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.",
+        help=f"Rule for draft lengths: {', '.join(CONTROLLERS)}. Give options as in fixed:k=4.",
     ),
     click.option(
-        "--tree", type=int, default=0, help="Nodes in a level of the draft tree; 0 drafts a chain."
+        "--tree",
+        type=int,
+        default=0,
+        help="Number of nodes in a level of the draft tree. 0 drafts a chain.",
     ),
     click.option(
         "--no-draft", is_flag=True, help="Decode plainly, without loading the draft engine."
@@ -84,7 +88,12 @@ loading_options = cli.options(
     ),
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO),
     click.option(
-        "--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"
+        "--threads",
+        type=int,
+        help=(
+            "Number of CPU threads.  [default: number of processors, minus one if there are more "
+            "than four]"
+        ),
     ),
     click.option("--exact/--no-exact", default=None, help=BITS),
     click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED),
@@ -92,7 +101,9 @@ loading_options = cli.options(
     click.option(
         "--nvtx",
         is_flag=True,
-        help="Mark prefill, draft, verify and accept for Nsight Systems (on a GPU).",
+        help=(
+            "On a GPU, mark prefill, draft, verify and accept with NVTX ranges for Nsight Systems."
+        ),
     ),
 )
 """Command-line options for loading engines; see :func:`load_as_asked`."""
@@ -122,55 +133,96 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
     "--prompt",
     "prompts",
     multiple=True,
-    help="Prompt; may be given several times. - reads stdin.",
+    help="Prompt; repeatable. - reads the prompt from stdin.",
 )
-@click.option("--prompt-file", type=cli.PATH, help="Text file (one prompt) or .jsonl (one a line).")
+@click.option(
+    "--prompt-file",
+    type=cli.PATH,
+    help="Text file with one prompt, or .jsonl file with one prompt per line.",
+)
 @click.option(
     "--chat",
     is_flag=True,
     help="Send prompts as chat messages. Without a prompt, chat in the terminal.",
 )
-@click.option("-n", "--max-new-tokens", type=int, default=256)
-@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's, else 0]")
-@click.option("--top-k", type=int, help="0 is off.  [default: the model's, else 0]")
-@click.option("--top-p", type=float, help="1 is off.  [default: the model's, else 1]")
-@click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]")
-@click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]")
+@click.option("-n", "--max-new-tokens", type=int, default=256, help="Maximum number of new tokens.")
+@click.option(
+    "--temperature",
+    type=float,
+    help="Sampling temperature. 0 decodes greedily.  [default: the model's, else 0]",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    help=(
+        "Sample from the k most likely tokens only. 0 turns this off."
+        "  [default: the model's, else 0]"
+    ),
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help=(
+        "Sample from the most likely tokens with a total probability "
+        "of p. 1 turns this off.  [default: the model's, else 1]"
+    ),
+)
+@click.option(
+    "--min-p",
+    type=float,
+    help=(
+        "Minimum probability of a token, relative to that of the most"
+        " likely token. 0 turns this off.  [default: the model's, else 0]"
+    ),
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    help=(
+        "Penalty for tokens that the text already contains. 1 turns t"
+        "his off.  [default: the model's, else 1]"
+    ),
+)
 @click.option(
     "--seed",
     type=int,
     default=0,
-    help="Random seed. Each further prompt gets a seed that follows from it.",
+    help="Random seed. The seeds of further prompts are derived from it.",
 )
 @click.option(
     "--sampling",
     "method",
     type=click.Choice(METHODS),
     default="coupled",
-    help="How drafts are verified.",
+    help="Method for verifying drafts when sampling.",
 )
-@click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
+@click.option("--stop", multiple=True, help="Stop before this text; repeatable.")
 @click.option("--min-tokens", type=int, default=0, help="Minimum number of new tokens.")
 @click.option(
-    "--json-schema", type=cli.PATH, metavar="FILE", help="Generate JSON that fits this schema."
+    "--json-schema",
+    type=cli.PATH,
+    metavar="FILE",
+    help="Generate JSON that matches the schema in this file.",
 )
 @click.option("--regex", help="Generate text that matches this regular expression.")
 @click.option(
     "--grammar",
     type=cli.PATH,
     metavar="FILE",
-    help="Generate text that fits this grammar, in Lark or GBNF form.",
+    help="Generate text that matches the grammar in this file, in Lark or GBNF form.",
 )
 @click.option(
     "--logprobs",
     type=int,
     metavar="N",
-    help="With --json: report each token's log-probability and N alternatives.",
+    help="With --json, report the log-probability of each token and of N alternatives.",
 )
-@click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
+@click.option(
+    "--ignore-eos", is_flag=True, help="Do not stop at the EOS token. Useful for benchmarks."
+)
 @drafting_options
 @loading_options
-@click.option("--show-drafts", is_flag=True, help="Colour drafted tokens (in a terminal).")
+@click.option("--show-drafts", is_flag=True, help="Colour the drafted tokens (in a terminal).")
 @click.option(
     "--compare",
     "comparing",
@@ -226,7 +278,8 @@ def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
         raise EESDError("--logprobs needs --json; add it.")
     if options["comparing"] and (given or options["logprobs"] is not None or options["min_tokens"]):
         raise EESDError(
-            "--compare takes no constraint, --logprobs or --min-tokens; leave them out."
+            "--compare cannot be used with a constraint, --logprobs or --min-tokens; "
+            "leave them out."
         )
     if not given:
         return None
@@ -298,7 +351,7 @@ def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[
     elif not found:
         found = [_stdin()]
     if not found:
-        raise EESDError(f"{file} has no prompts; give at least one line.")
+        raise EESDError(f"{file} has no prompts; add at least one line.")
     if chat:
         found = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in found]
     if any(len(prompt) == 0 for prompt in found):

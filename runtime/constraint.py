@@ -82,7 +82,7 @@ class GrammarConstraint:
         if self._matcher.is_error():
             raise EESDError(
                 f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
-                "another one."
+                "another constraint."
             )
         self.ignored = frozenset(ignored_by(self._matcher.get_grammar_warnings()))
 
@@ -103,7 +103,7 @@ class GrammarConstraint:
         count = np.count_nonzero(mask)
         if not count or (count == 1 and not self._fits(int(mask.argmax()))):
             raise ConstraintError(
-                "The model has no tokens for what the constraint asks for; give another one."
+                "The model has no tokens that match the constraint; give another constraint."
             )
         return self._json.without(mask, self._places[-1]) if self._json else mask
 
@@ -154,7 +154,8 @@ class GrammarConstraint:
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
             raise ConstraintError(
-                f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one."
+                f"The constraint is too expensive, or no text matches it ({reason}); give a "
+                "simpler constraint."
             )
 
 
@@ -292,7 +293,7 @@ def _grammar(kind: str, value: Any) -> str:
             or not value
             or not all(isinstance(text, str) for text in value)
         ):
-            raise EESDError("The choices are no list of texts; give at least one text.")
+            raise EESDError("The choices must be a list of texts; give at least one text.")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted(text) for text in value))
     text = _text(f"The {kind}", value)
     if kind == "regex":
@@ -314,7 +315,7 @@ def _text(name: str, value: Any) -> str:
     try:
         value.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise EESDError(f"{name} is no valid Unicode text; give text.") from None
+        raise EESDError(f"{name} is not valid Unicode text; give valid text.") from None
     return str(value)
 
 
@@ -333,5 +334,5 @@ def _schema(value: Any) -> dict[str, Any] | bool:
         return schema
     except (TypeError, ValueError, RecursionError):
         raise EESDError(
-            f"The JSON schema is no plain JSON, or nested too deeply; {remedy}."
+            f"The JSON schema is not plain JSON, or is nested too deeply; {remedy}."
         ) from None

@@ -45,11 +45,11 @@ every installation has."""
 @click.option(
     "--engine-dir",
     type=cli.PATH,
-    help="Also check whether drafting leaves every bit of this directory's logits.",
+    help="Also check whether drafting keeps every bit of this engine directory's logits.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(engine_dir: Path | None, as_json: bool) -> None:
-    """Show versions, processor and GPU, and for each job whether this machine can do it."""
+    """Show versions, the processor and the GPU, and whether this machine can do each job."""
     facts = {
         "packages": packages(),
         "machine": machine_report.describe() | {"cache of models": _cache()},

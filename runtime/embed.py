@@ -101,7 +101,7 @@ def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
     lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
     if len(lent) != stages:
         raise EESDError(
-            f"The manifest has {stages} stages of verify, and {len(lent)} streams are given."
+            f"The manifest has {stages} stages of verify, but {len(lent)} streams were given."
         )
     given = [_stream(one) for one in lent]
     streams = [DeviceStream(torch.device("cuda", stream.device_index), stream) for stream in given]
@@ -125,8 +125,8 @@ def _stream(lent: Any) -> torch.cuda.Stream:
         )
     if handle in DEFAULT_STREAMS:
         raise EESDError(
-            "The stream given is the default stream, which a CUDA graph cannot capture; make "
-            "one of your own."
+            "The stream given is the default stream, which a CUDA graph cannot capture; "
+            "create a stream."
         )
     return torch.cuda.ExternalStream(handle) if isinstance(lent, int) else lent  # type: ignore[no-untyped-call]
 
@@ -150,8 +150,8 @@ class _HostEngines:
     def __init__(self, manifest: Manifest, host: Host) -> None:
         if len(host.verify) != len(manifest.verify):
             raise EESDError(
-                f"The manifest has {len(manifest.verify)} stages of verify, and "
-                f"{len(host.verify)} engines are given."
+                f"The manifest has {len(manifest.verify)} stages of verify, but "
+                f"{len(host.verify)} engines were given."
             )
         self._engines = {
             graph.file: engine for graph, engine in zip(manifest.verify, host.verify, strict=True)

@@ -13,12 +13,11 @@ from eesd.common.manifest import MAX_SLOTS
 from eesd.common.quantization import DTYPES, QUANTIZED
 
 MODEL = (
-    "Model directory, GGUF file, Hugging Face id, or name such as llama-70b. The first start "
-    "exports it into a cache; later "
-    "ones find it there."
+    "Model directory, GGUF file, Hugging Face id, or short name such as llama-70b. The "
+    "first start exports it into a cache, and later starts reuse the export."
 )
-AS_EXPORT = "With --model: as in eesd-export."
-CACHE = "Directory of the cache.  [default: EESD_CACHE_DIR, else the user's]"
+AS_EXPORT = "With --model; see eesd-export."
+CACHE = "Cache directory for exported models.  [default: EESD_CACHE_DIR, else in the user's cache]"
 EXPORT_OPTIONS = ("exit_head", "exit_layer", "dtype", "quantize", "max_seq_len")
 engine_options = cli.options(
     click.option("--model", type=cli.NAME, help=MODEL),
@@ -29,7 +28,9 @@ engine_options = cli.options(
     click.option("--max-seq-len", type=click.IntRange(2, MAX_SLOTS), help=AS_EXPORT),
     click.option("--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help=CACHE),
     click.option(
-        "--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."
+        "--engine-dir",
+        type=cli.PATH,
+        help="Engine directory written by eesd-export, instead of --model.",
     ),
 )
 """Command-line options that choose the engine directory; see :func:`engine_dir_of`."""
@@ -47,23 +48,23 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
     model: str | None = options["model"]
     given = {name: options[name] for name in EXPORT_OPTIONS}
     if directory is not None and model is not None:
-        raise EESDError("--model and --engine-dir each say what runs; give one of them.")
+        raise EESDError("--model and --engine-dir cannot be used together; give one of them.")
     if directory is not None:
         other = next((name for name, value in given.items() if value is not None), None)
         if other is not None:
             raise EESDError(
-                f"--{other.replace('_', '-')} is for --model, and --engine-dir is exported "
-                "already; leave it out."
+                f"--{other.replace('_', '-')} needs --model, and --engine-dir is exported already; "
+                "leave it out."
             )
         context = click.get_current_context()
         # An environment variable may be meant for other commands.
         if context.get_parameter_source("cache_dir") is ParameterSource.COMMANDLINE:
-            raise EESDError("--cache-dir is for --model; leave it out.")
+            raise EESDError("--cache-dir needs --model; leave it out.")
         return directory
     if model is None:
         raise EESDError(
-            "There is no model: give --model NAME, or --engine-dir DIR of a directory made by "
-            "eesd-export."
+            "There is no model; give --model NAME, or --engine-dir DIR with a directory that "
+            "eesd-export wrote."
         )
     from eesd.export.prepare import engine_directory
 

@@ -76,7 +76,7 @@ class PlainContent:
                 at < start < following for start in special
             ):
                 raise EESDError(
-                    "The chat template ends a turn with text that a message can write, too; "
+                    "The chat template ends a turn with text that a message can also contain; "
                     f"{_REMEDY}."
                 )
 
@@ -104,9 +104,7 @@ class PlainContent:
         if written != [reference[start:end] for start, end in self._tokens(reference)]:
             raise EESDError(_MADE)
         if json.dumps(MARK)[1:-1] in text.lower():
-            raise EESDError(
-                f"The chat template writes texts in another form than they have; {_REMEDY}."
-            )
+            raise EESDError(f"The chat template changes the texts of messages; {_REMEDY}.")
         encoded = self._encode(text, self._without_marks if MARK in text else self._seen)
         names = [self._special[token] for token in encoded.ids if token in self._special]
         if [name for name in names if name != self._unknown] != [
@@ -163,7 +161,7 @@ def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if isinstance(value, str):
         if MARK in value:
             raise EESDError(
-                f"A message holds U+{ord(MARK):04X}, which is no character; leave it out."
+                f"A message contains U+{ord(MARK):04X}, which is not a character; leave it out."
             )
         return change(str.__str__(value))
     if depth > MAX_DEPTH:

@@ -135,8 +135,8 @@ def check_lengths(least: int, most: int) -> None:
     check_integer("min_tokens", least, 0, 2**63 - 1)
     if least > most:
         raise EESDError(
-            f"min_tokens is {least}, and max_new_tokens is {most}; give more new tokens, or a "
-            "smaller minimum."
+            f"min_tokens is {least}, but max_new_tokens is {most}; give more new tokens, "
+            "or a smaller minimum."
         )
 
 

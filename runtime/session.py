@@ -313,8 +313,9 @@ def check_prompt(prompt: Sequence[int], manifest: Manifest) -> None:
         raise EESDError("The prompt is empty; give at least one token.")
     if len(prompt) >= manifest.max_seq_len:
         raise EESDError(
-            f"The prompt has {len(prompt)} tokens, the cache {manifest.max_seq_len} slots; "
-            "shorten the prompt or export with a larger --max-seq-len."
+            f"The prompt has {len(prompt)} tokens, but the cache has "
+            f"{manifest.max_seq_len} slots; shorten the prompt, or export with a larger "
+            "--max-seq-len."
         )
     vocab_size = manifest.geometry.vocab_size
     outside = next((token for token in prompt if not 0 <= token < vocab_size), None)

@@ -203,8 +203,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         passed."""
         if work > self._left or time.thread_time() > self._deadline:
             raise EESDError(
-                "The chat template takes too long for these messages; use another, or a "
-                "shorter prompt."
+                "The chat template takes too long for these messages; use another template, "
+                "or a shorter prompt."
             )
 
     def _keep(self, value: Any) -> Any:

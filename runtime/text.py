@@ -122,8 +122,8 @@ class TextCodec:
             and (least := len(text) // self._longest) > self._most
         ):
             raise EESDError(
-                f"The text has at least {least} tokens, and the model takes {self._most}; "
-                "give a shorter one."
+                f"The text has at least {least} tokens, but the model accepts {self._most}; "
+                "give a shorter text."
             )
         # A TypeError means that the text has lone surrogates, by which Python represents bytes that
         # are not UTF-8.

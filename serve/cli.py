@@ -28,25 +28,26 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine. A server that listens on one of these names accepts requests for any of
 them, and for no other name."""
 NAMES = (
-    "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
+    "Name of the model in the API; repeatable. Responses have the first name.  [default: "
+    "the model's]"
 )
 HOSTS = (
-    "Name that requests may be for, besides those of this machine; repeatable.  [default: any, "
-    "unless --host is one of them]"
+    "Host name to accept in requests, in addition to the names of this machine; "
+    "repeatable.  [default: any, unless --host is a name of this machine]"
 )
 ORIGINS = (
-    "Origin of pages that may ask from a browser, such as https://chat.example.com; * for all; "
-    "repeatable."
+    "Origin of web pages that may call the API (CORS), such as https://chat.example.com, "
+    "or * for all; repeatable."
 )
 CONFIG = (
-    "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go "
-    "before it."
+    "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* "
+    "variables take precedence."
 )
 PLAIN = (
-    "Text of chat messages writes no special tokens, so that it can end no turn; refused if the "
-    "template cannot have it."
+    "Encode the text of chat messages without special tokens, so that it cannot end a "
+    "turn. Fails if the chat template does not allow it."
 )
-TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
+TRITON = "Write a model for Triton Inference Server to this repository instead of serving."
 
 
 def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -56,7 +57,8 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     for name in sorted(os.environ.keys() - known_variables):
         if name.startswith(prefix):
             raise EESDError(
-                f"The variable {name} names no option; unset it, or see eesd-serve --help."
+                f"The variable {name} does not belong to any option; unset it, or see "
+                "eesd-serve --help."
             )
     if path is None:
         return
@@ -70,7 +72,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
             raise EESDError(f"{path}: there is no option {name}; eesd-serve --help lists them all.")
         several = getattr(known[name], "multiple", False)
         if isinstance(value, dict) or (isinstance(value, list) and not several):
-            raise EESDError(f"{path}: {name} is no single value; write it as --help shows it.")
+            raise EESDError(f"{path}: {name} must be a single value; see eesd-serve --help.")
         given[name] = [value] if several and not isinstance(value, list) else value
     ctx.default_map = {str(known[name].name): value for name, value in given.items()}
 
@@ -87,93 +89,114 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 )
 @engine_options
 @click.option(
-    "--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all."
+    "--host",
+    type=cli.NAME,
+    default="127.0.0.1",
+    help="Address to listen on. 0.0.0.0 listens on all interfaces.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    help="Port to listen on. 0 picks a free port.",
+)
 @click.option("--model-name", multiple=True, help=NAMES)
 @click.option(
     "--api-key-file",
     type=cli.PATH,
-    help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]",
+    help=f"File of accepted API keys, one per line.  [default: {KEYS}, else none]",
 )
 @click.option("--allowed-host", multiple=True, help=HOSTS)
 @click.option("--allowed-origin", multiple=True, help=ORIGINS)
-@click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
+@click.option("--metrics-open", is_flag=True, help="Serve /metrics without an API key.")
 @click.option("--plain-content", is_flag=True, help=PLAIN)
-@click.option("--max-body-bytes", type=cli.BYTES, default=4 << 20, help="Largest body.")
 @click.option(
-    "--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds."
+    "--max-body-bytes", type=cli.BYTES, default=4 << 20, help="Maximum size of a request body."
 )
-@click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
+@click.option(
+    "--max-prompt-tokens",
+    type=int,
+    default=0,
+    help="Maximum number of tokens in a prompt. 0 means the size of the KV cache.",
+)
+@click.option(
+    "--max-n", type=int, default=64, help="Maximum number of texts per request (prompts times n)."
+)
 @click.option(
     "--request-timeout",
     type=float,
     default=600.0,
-    help="Seconds until a request ends with what it has.",
+    help="Seconds after which a request ends with the text so far.",
 )
 @click.option(
     "--body-timeout",
     type=float,
     default=30.0,
-    help="Seconds for a request's head, and for its body, to come.",
+    help="Seconds to wait for the headers of a request, and for its body.",
 )
 @click.option(
     "--send-timeout",
     type=float,
     default=60.0,
-    help="Seconds that a client may leave an answer unread.",
+    help="Seconds to wait for a client that does not read its response.",
 )
 @click.option(
     "--drain-seconds",
     type=float,
     default=30.0,
-    help="Time that running requests get after SIGTERM.",
+    help="Seconds that running requests have to finish after SIGTERM.",
 )
 @click.option(
-    "--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch."
+    "--max-rows",
+    type=int,
+    default=BatchOptions.max_rows,
+    help="Maximum number of requests in the batch.",
 )
 @click.option(
     "--max-queue",
     type=int,
     default=BatchOptions.max_queue,
-    help="Most requests that wait; more get a 429.",
+    help="Maximum number of waiting requests. Further requests get status 429.",
 )
 @click.option(
     "--prefill-tokens",
     type=int,
     default=BatchOptions.prefill_tokens,
-    help="Most prompt tokens in a round, or between two.",
+    help="Maximum number of prompt tokens to process in a round, or between two rounds.",
 )
 @click.option(
     "--kv-memory",
     type=cli.BYTES,
     default=BatchOptions.kv_memory,
-    help="For the KV cache: bytes, or such as 5GiB.",
+    help="Memory for the KV cache, in bytes or with a unit, such as 5GiB.",
 )
 @click.option(
     "--prefix-memory",
     type=cli.BYTES,
     default=BatchOptions.prefix_memory,
-    help="Bytes for prefixes that are kept; 0: none.",
+    help="Memory for the prefix cache. 0 disables it.",
 )
 @drafting_options
 @click.option(
     "--levels",
     type=int,
     help=(
-        "Each round drafts this many levels, without --controller.  [default: as many as pay, "
-        "given the load]"
+        "Number of levels to draft in each round, instead of using --controller.  [default: "
+        "chosen by the load]"
     ),
 )
 @loading_options
 @click.option(
-    "--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr."
+    "--log-format",
+    type=click.Choice(LOG_FORMATS),
+    default="text",
+    help="Format of the log on stderr.",
 )
 @click.option("--triton-repo", type=cli.OUTPUT, metavar="DIR", help=TRITON)
 def main(host: str, port: int, **options: Any) -> None:
-    """Serve OpenAI's API with a model or an engine directory. A model is exported first.
+    """Serve a model or an engine directory with OpenAI's API. A model is exported first.
 
-    One process serves many requests at once. SIGTERM lets running requests finish.
+    One process serves many requests at once. After SIGTERM, running requests may finish.
     """
     batch = batch_of(options)
     speculation = speculation_of(options)
@@ -197,7 +220,7 @@ def main(host: str, port: int, **options: Any) -> None:
         app = make_app(Service(llm, batch), limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning(
-                "Everybody who reaches %s may use it; --api-key-file restricts that.",
+                "Anyone who can reach %s may use it; restrict access with --api-key-file.",
                 address_of(bound),
             )
         serve(app, bound)
@@ -266,7 +289,7 @@ def api_keys(file: Path | None) -> tuple[str, ...]:
         line.strip() for line in read_text(file, "give UTF-8 text").splitlines() if line.strip()
     )
     if not keys:
-        raise EESDError(f"{file} has no API key; give one a line.")
+        raise EESDError(f"{file} has no API key; give one per line.")
     return keys
 
 

@@ -174,7 +174,7 @@ def refuse_existing(*paths: Path) -> None:
     """Raise :class:`EESDError` if one of these files exists."""
     if path := next(filter(Path.exists, paths), None):
         raise EESDError(
-            f"{path} exists; give --overwrite, --resume where there is one, or another --output."
+            f"{path} exists; give --overwrite, --resume if the command has it, or another --output."
         )
 
 
@@ -246,8 +246,7 @@ class Saved:
         for what in self.SAME:
             if getattr(found, what) != getattr(self, what):
                 raise EESDError(
-                    f"{path} was measured with other {what}, so it cannot be resumed; use "
-                    "--overwrite."
+                    f"{path} cannot be resumed, because the {what} changed; use --overwrite."
                 )
         return found
 

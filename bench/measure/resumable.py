@@ -74,8 +74,8 @@ def measure_engine(
         or (result.prompts or rows) != rows
     ):
         raise EESDError(
-            f"{path} was measured on other engines or prompts, so it cannot be resumed; use "
-            "--overwrite."
+            f"{path} was measured with different engines or prompts, so it cannot be "
+            "resumed; use --overwrite."
         )
     result.prompts = rows
     if all(result.has_runs(name, prompt.id) for prompt in encoded):

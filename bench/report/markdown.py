@@ -39,8 +39,10 @@ def write_report(
     lines = [
         TITLE,
         "",
-        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. Similar "
-        "tables are explained at the first of them.",
+        (
+            "This page is generated from the JSON files of `eesd-bench` and its tools. "
+            "Do not edit it. Similar tables are explained once, before the first of them."
+        ),
         "",
         *first,
     ]
@@ -124,13 +126,17 @@ class _Section:
                     "temperature": f"{options['temperature']}, except for greedy",
                 }.items(),
             ),
-            "Each prompt is decoded plainly and in every configuration, in an order that "
-            "rotates. docs/bench.md "
-            "explains the columns.",
+            (
+                "Each prompt is decoded plainly and in every configuration, in rotating "
+                "order. docs/bench.md explains the columns."
+            ),
             "",
         ]
         if self.several:
-            lines += ["Only the best fixed length of each exit head, in hindsight, is shown.", ""]
+            lines += [
+                ("Of the fixed lengths, only the best for each exit head (in hindsight) is shown."),
+                "",
+            ]
         if not result.complete:
             lines += [f"**Incomplete:** {measured} of {len(result.prompts)} prompts.", ""]
         return lines
@@ -201,7 +207,7 @@ class _Section:
         return [
             "### Acceptance by depth",
             "",
-            f"Share of the judged draft tokens that were accepted; {where}.",
+            f"Share of the judged draft tokens that were accepted, {where}.",
             "",
             *table(["", *range(1, depth + 1)], rows),
         ]
@@ -281,8 +287,8 @@ def _equality(summaries: Sequence[Summary]) -> str:
     """Return a sentence that says how many drafting runs gave the tokens of plain decoding."""
     if summaries[0].configuration.sampling == "rejection":
         return (
-            "Rejection sampling promises the distribution of plain decoding, not its tokens, so "
-            "tokens are not compared."
+            "Rejection sampling preserves the distribution of plain decoding, but not "
+            "its tokens, so tokens are not compared."
         )
     runs = sum(s.prompts for s in summaries)
     equal = sum(s.equal for s in summaries)
@@ -290,8 +296,8 @@ def _equality(summaries: Sequence[Summary]) -> str:
         return f"All {runs} drafting runs gave the tokens of plain decoding."
     gap = max(s.worst_gap or 0.0 for s in summaries)
     return (
-        f"In {runs - equal} of {runs} drafting runs, tokens differed from plain decoding; logit "
-        f"gap at most {gap:.3g}."
+        f"In {runs - equal} of {runs} drafting runs, tokens differed from plain "
+        f"decoding. The largest logit gap is {gap:.3g}."
     )
 
 

@@ -37,19 +37,21 @@ def _setting(simulation: Simulation) -> list[str]:
             {
                 "prompts": f"{sum(simulation.prompts.values())} ({', '.join(simulation.prompts)})",
                 "texts": f"{origin['max_new_tokens']} new tokens, {sampling}{heat}",
-                "drafts": f"{origin['depth']} tokens from every position",
+                "drafts": f"{origin['depth']} tokens at every position",
                 **{
                     "tuning prompts": sum(simulation.tuning_prompts.values()),
                     "seeds of learners": options["seeds"],
                 },
-                **{"own time measured on": machine["CPU"]},
+                **{"controllers' time measured on": machine["CPU"]},
             }.items(),
         ),
-        "Every controller is replayed on the same traces, and pays for its own time. Fixed "
-        "lengths and thresholds are tuned on "
-        "the tuning prompts. The speed is the total time of plain decoding over that of "
-        "drafting. The clairvoyant drafts "
-        "exactly the accepted tokens; no real controller can.",
+        (
+            "All controllers are replayed on the same traces, and the time of the "
+            "controller counts. Fixed lengths and thresholds are tuned on the tuning "
+            "prompts. The speed is the total time of plain decoding divided by that of "
+            "drafting. The clairvoyant controller drafts exactly the accepted tokens, "
+            "which no real controller can do."
+        ),
         "",
     ]
 
@@ -61,16 +63,16 @@ def _costs(found: Comparison) -> list[str]:
     plain = found.costs.plain_seconds
     draft = ", ".join(f"{steps}: {calls.draft_cost(steps):.2f}" for steps in (1, 2, 4, 8))
     verify = ", ".join(f"{nodes}: {calls.verify_cost(nodes):.2f}" for nodes in (2, 4, 8, 16))
-    columns = ["a plain step", "draft by steps, in plain steps", "verify by nodes, in plain steps"]
+    columns = ["plain step", "draft by steps, in plain steps", "verify by nodes, in plain steps"]
     return table(columns, [[f"{plain * 1e3:.1f} ms", draft, verify]])
 
 
 def _table(found: Comparison) -> list[str]:
     columns = [
         "controller",
-        "speed over plain (95 %)",
-        "over best fixed in hindsight (95 %)",
-        "share of the clairvoyant's speed",
+        "speed relative to plain (95 %)",
+        "gain over the best fixed length in hindsight (95 %)",
+        "share of the clairvoyant controller's speed",
     ]
     rows = []
     for row in found.rows:
@@ -85,7 +87,7 @@ def _table(found: Comparison) -> list[str]:
         rows.append(
             [label, speed, gain, f"{row.of_ceiling.value:.0%}", f"{row.tokens_per_round:.2f}", own]
         )
-    return table([*columns, "tokens per round", "own time per round"], rows)
+    return table([*columns, "tokens per round", "controller's time per round"], rows)
 
 
 def _by_task(found: Comparison) -> list[str]:
@@ -96,7 +98,12 @@ def _by_task(found: Comparison) -> list[str]:
         [task, f"`{found.best_by_task[task]}`", _gain(ratio)] for task, ratio in by_task.items()
     ]
     return table(
-        ["task", "best fixed length in hindsight", f"`{DEFAULT_CONTROLLER}` over it (95 %)"], rows
+        [
+            "task",
+            "best fixed length in hindsight",
+            f"gain of `{DEFAULT_CONTROLLER}` over it (95 %)",
+        ],
+        rows,
     )
 
 

@@ -248,14 +248,17 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
                 "machine": shown_machine(results["machine"]),
                 "versions": ", ".join(results["packages"].values()),
                 "threads": options["threads"],
-                "texts": f"{options['prompts']} of {options['max_new_tokens']} tokens, greedy",
-                "prompts": f"{results['prompt_tokens']} tokens in all",
+                "texts": f"{options['prompts']} of {options['max_new_tokens']} tokens each, greedy",
+                "prompts": f"{results['prompt_tokens']} tokens in total",
                 "rounds": options["rounds"],
             }.items(),
         ),
-        "Tokens a second of all clients together, with the times to the first token and "
-        "between tokens: medians. Same texts: "
-        "texts that equal EESD's plain decoding of one text at a time.",
+        (
+            "A cell shows the tokens per second of all clients together, followed by the "
+            "median time to the first token and the median time between tokens. `same "
+            "texts` is the share of texts that are equal to plain decoding by EESD, one "
+            "text at a time."
+        ),
         "",
         *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
         *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),

@@ -27,8 +27,10 @@ from lab.shapes import numbers
 COUNT = click.IntRange(1, 10**6)
 NUMBER = click.IntRange(0, 10**6)
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-ONLY = "Only those whose name matches, with * for any text; repeatable."
-PYTHON = "Python interpreter that has the peers."
+ONLY = (
+    "Use only contestants whose name matches this pattern, where * stands for any text; repeatable."
+)
+PYTHON = "Python interpreter in which the other runtimes are installed."
 
 
 @cli.group()
@@ -38,13 +40,13 @@ def main() -> None:
 
 
 @main.command("convert", context_settings=cli.HELP)
-@click.option("--model", type=cli.PATH, required=True, help="GGUF file.")
+@click.option("--model", type=cli.PATH, required=True, help="GGUF file to convert.")
 @click.option(
     "-o",
     "--output",
     type=cli.OUTPUT,
     required=True,
-    help="Work directory; forms that it has are kept.",
+    help="Work directory. Forms that it already has are kept.",
 )
 @click.option(
     "--peer-python",
@@ -53,12 +55,12 @@ def main() -> None:
     show_default=False,
     help=f"{PYTHON}  [default: this one]",
 )
-@click.option("--exit-head", type=cli.NAME, help="As in eesd-export.")
+@click.option("--exit-head", type=cli.NAME, help="See eesd-export.")
+@click.option("--max-seq-len", type=click.IntRange(2, 10**6), default=4096, help="See eesd-export.")
+@click.option("--only", multiple=True, help=f"{ONLY} For example: 'EESD*'.")
 @click.option(
-    "--max-seq-len", type=click.IntRange(2, 10**6), default=4096, help="As in eesd-export."
+    "--timeout", type=COUNT, default=3600, help="Maximum time of one conversion, in seconds."
 )
-@click.option("--only", multiple=True, help=f"{ONLY} Such as 'EESD*'.")
-@click.option("--timeout", type=COUNT, default=3600, help="Seconds of one conversion.")
 def convert_command(
     model: Path,
     output: Path,
@@ -80,7 +82,7 @@ def convert_command(
     if (output / "work.json").exists():
         found = Work.load(output)
         if found.model != work.model:
-            raise EESDError(f"{output} is of {found.model}; give another --output.")
+            raise EESDError(f"{output} belongs to {found.model}; give another --output.")
         work.made = found.made
         work.skipped = found.skipped
     work.save(output)
@@ -89,7 +91,7 @@ def convert_command(
 
 
 WORK = click.option(
-    "--work", type=cli.OUTPUT, required=True, help="Work directory that convert made."
+    "--work", type=cli.OUTPUT, required=True, help="Work directory that convert wrote."
 )
 PEER_PYTHON = click.option(
     "--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]"
@@ -100,37 +102,59 @@ PROMPTS_FILE = click.option(
     type=cli.PATH,
     default=PROMPTS,
     show_default=False,
-    help="JSON lines with a task and a prompt each.  [default: code, chat, fim, summary]",
+    help=(
+        "JSON lines file of prompts, each with a task.  [default: bundled code, "
+        "chat, fim and summary prompts]"
+    ),
 )
 THREADS = click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]"
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Number of CPU threads per contestant.  [default: number of processors]",
 )
-KIND = click.option("--kind", "kinds", multiple=True, help="Task of the prompts; repeatable.")
+KIND = click.option(
+    "--kind", "kinds", multiple=True, help="Task from which to take prompts; repeatable."
+)
 
 
 @main.command(context_settings=cli.HELP)
 @WORK
 @click.option(
-    "-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write."
+    "-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON file to write."
 )
 @PEER_PYTHON
-@click.option("--only", multiple=True, help=f"{ONLY} Such as 'EESD*'.")
+@click.option("--only", multiple=True, help=f"{ONLY} For example: 'EESD*'.")
 @PROMPTS_FILE
 @KIND
-@click.option("--per-kind", type=NUMBER, default=3, help="Prompts of each task.")
+@click.option("--per-kind", type=NUMBER, default=3, help="Number of prompts per task.")
 @click.option(
-    "--temperature", "temperatures", type=float, multiple=True, help="[default: 0 and 0.7]"
+    "--temperature",
+    "temperatures",
+    type=float,
+    multiple=True,
+    help="Sampling temperature; repeatable.  [default: 0 and 0.7]",
 )
-@click.option("--lengths", default="512 2048", help="Tokens of long prompts.")
+@click.option("--lengths", default="512 2048", help="Numbers of tokens in long prompts.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(9, 10**6), default=96)
-@click.option("--processes", type=COUNT, default=2, help="Fresh processes of each contestant.")
+@click.option("--processes", type=COUNT, default=2, help="Number of processes per contestant.")
 @THREADS
-@click.option("--quality-text", type=cli.PATH, help="Held-out text, or JSON lines.")
-@click.option("--quality-tokens", type=COUNT, default=4096, help="Tokens of it, at most.")
-@click.option("--window", type=click.IntRange(2, 10**6), default=512, help="Tokens of its windows.")
-@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
-@click.option("--resume", is_flag=True, help="Continue the run in --output.")
-@click.option("--overwrite", is_flag=True, help="Replace --output.")
+@click.option(
+    "--quality-text",
+    type=cli.PATH,
+    help="File of held-out text, or JSON lines, for measuring quality.",
+)
+@click.option(
+    "--quality-tokens", type=COUNT, default=4096, help="Maximum number of tokens of --quality-text."
+)
+@click.option(
+    "--window",
+    type=click.IntRange(2, 10**6),
+    default=512,
+    help="Number of tokens in a window of --quality-text.",
+)
+@click.option("--timeout", type=COUNT, default=600, help="Maximum time of one answer, in seconds.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run in --output.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing result in --output.")
 def run(
     work: Path,
     output: Path,
@@ -184,14 +208,16 @@ def run(
 
 @main.command("tokens", context_settings=cli.HELP)
 @WORK
-@click.option("-o", "--output", type=cli.OUTPUT, default=Path("tokens.json"), help="JSON to write.")
+@click.option(
+    "-o", "--output", type=cli.OUTPUT, default=Path("tokens.json"), help="JSON file to write."
+)
 @PEER_PYTHON
 @PROMPTS_FILE
 @KIND
-@click.option("--per-kind", type=COUNT, default=10, help="Prompts of each task.")
+@click.option("--per-kind", type=COUNT, default=10, help="Number of prompts per task.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(9, 10**6), default=64)
 @THREADS
-@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
+@click.option("--timeout", type=COUNT, default=600, help="Maximum time of one answer, in seconds.")
 def tokens_command(
     work: Path,
     output: Path,
@@ -236,22 +262,39 @@ def _engines(contestants: list[Contestant]) -> list[Path]:
 
 @main.command("passes", context_settings=cli.HELP)
 @WORK
-@click.option("-o", "--output", type=cli.OUTPUT, default=Path("passes.json"), help="JSON to write.")
+@click.option(
+    "-o", "--output", type=cli.OUTPUT, default=Path("passes.json"), help="JSON file to write."
+)
 @PEER_PYTHON
-@click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf'.")
-@click.option("--rows", default="1 2 4 8 16 33", callback=numbers, help="Tokens of a pass.")
-@click.option("--behind", default="64 512 2048", callback=numbers, help="Tokens in the cache.")
-@click.option("--prompt", type=NUMBER, default=2048, help="Tokens of a prompt; 0 for none.")
+@click.option("--only", multiple=True, help=f"{ONLY} For example: '*gguf'.")
+@click.option(
+    "--rows", default="1 2 4 8 16 33", callback=numbers, help="Numbers of tokens in a pass."
+)
+@click.option(
+    "--behind",
+    default="64 512 2048",
+    callback=numbers,
+    help="Numbers of tokens in the cache before a pass.",
+)
+@click.option(
+    "--prompt",
+    type=NUMBER,
+    default=2048,
+    help="Number of tokens in a prompt. 0 measures no prompt.",
+)
 @click.option(
     "--kernels",
     default="",
-    help="Kernels of EESD, such as 'avx512 avx2 avx2:int8'.  [default: the fastest]",
+    help=("Kernels of EESD to measure, such as 'avx512 avx2 avx2:int8'.  [default: the fastest]"),
 )
-@click.option("--repeats", type=COUNT, default=20, help="Passes of each kind.")
+@click.option("--repeats", type=COUNT, default=20, help="Number of passes of each kind.")
 @click.option(
-    "--threads", default=str(cores()), callback=numbers, help="CPU threads of each, such as '2 1'."
+    "--threads",
+    default=str(cores()),
+    callback=numbers,
+    help="Numbers of CPU threads per contestant, such as '2 1'.",
 )
-@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
+@click.option("--timeout", type=COUNT, default=600, help="Maximum time of one answer, in seconds.")
 def passes_command(
     work: Path,
     output: Path,
@@ -285,39 +328,52 @@ def passes_command(
 @main.command("batches", context_settings=cli.HELP)
 @WORK
 @click.option(
-    "-o", "--output", type=cli.OUTPUT, default=Path("batches.json"), help="JSON to write."
+    "-o", "--output", type=cli.OUTPUT, default=Path("batches.json"), help="JSON file to write."
 )
 @PEER_PYTHON
 @click.option(
     "--task",
     multiple=True,
-    help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]",
+    help=("JSON lines file of prompts, as in eesd-bench; repeatable.  [default: bundled prompts]"),
 )
-@click.option("--concurrency", default="1 2 4 8 16", callback=numbers, help="Clients, in turn.")
 @click.option(
-    "--prompts", type=click.IntRange(1, 10_000), default=24, help="Texts at each concurrency."
+    "--concurrency", default="1 2 4 8 16", callback=numbers, help="Numbers of clients to measure."
+)
+@click.option(
+    "--prompts",
+    type=click.IntRange(1, 10_000),
+    default=24,
+    help="Number of texts for each number of clients.",
 )
 @click.option(
     "-n",
     "--max-new-tokens",
     type=click.IntRange(2, 100_000),
     default=64,
-    help="Tokens of the longest text.",
+    help="Number of tokens in the longest text.",
 )
 @click.option(
     "--shortest",
     type=click.IntRange(2, 100_000),
-    help="Tokens of the shortest text.  [default: as the longest]",
+    help="Number of tokens in the shortest text.  [default: as in the longest]",
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, 100_000), default=384, help="Tokens kept of a prompt."
+    "--prompt-tokens",
+    type=click.IntRange(1, 100_000),
+    default=384,
+    help="Maximum number of prompt tokens. Longer prompts are cut.",
 )
-@click.option("--rounds", type=click.IntRange(1, 1000), default=2, help="Repetitions.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=2, help="Number of repetitions.")
 @click.option(
-    "--levels", type=click.IntRange(1, 64), default=3, help="Levels that 'always' drafts."
+    "--levels",
+    type=click.IntRange(1, 64),
+    default=3,
+    help="Number of levels that the mode 'always' drafts in each round.",
 )
 @THREADS
-@click.option("--timeout", type=COUNT, default=900, help="Seconds of one measurement.")
+@click.option(
+    "--timeout", type=COUNT, default=900, help="Maximum time of one measurement, in seconds."
+)
 def batches_command(work: Path, output: Path, peer_python: str | None, **given: Any) -> None:
     """Measure the throughput and the latency of batches of EESD and other runtimes for several
     numbers of clients."""

@@ -257,11 +257,15 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
         f"{level} Single passes: {result.model}",
         "",
         *table(["setting", ""], settings.items()),
-        "Medians of passes in turn. Ratio: relative to the first contestant, pass by pass, with "
-        "its 95 % bootstrap interval. A pass gives the logits of all its rows. Its time includes "
-        "the call from Python. Share: bytes of weights, keys and values per time, as a share of "
-        "the bandwidth. The bandwidth is measured in turn with the passes, by the same number of "
-        "threads reading memory. Several rows: time relative to one row.",
+        (
+            "Contestants take turns, and times are medians over passes. A pass computes "
+            "the logits of all its rows, and its time includes the call from Python. "
+            "`ratio` is the time relative to the first contestant, paired by pass, with "
+            "its 95 % bootstrap interval. `share` is the rate at which weights, keys and "
+            "values are read, as a share of the memory bandwidth. The bandwidth is "
+            "measured in turn with the passes, by the same number of threads. Columns "
+            "for several rows show the time relative to one row."
+        ),
         "",
     ]
     for threads, found in by.items():
@@ -294,7 +298,16 @@ def _table(found: Sequence[Pass]) -> list[str]:
             rows.append(
                 [str(behind), name, f"{median * 1e3:.2f}", _ratio(one.seconds, first), *read, *more]
             )
-    columns = ["after", "", "ms", "ratio", "MB", "GB/s", "share", *(f"{n} rows" for n in several)]
+    columns = [
+        "cached tokens",
+        "",
+        "ms",
+        "ratio",
+        "MB",
+        "GB/s",
+        "share",
+        *(f"{n} rows" for n in several),
+    ]
     return table(columns, rows) if rows else []
 
 

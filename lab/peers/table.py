@@ -24,10 +24,13 @@ def markdown(result: Result, level: str = "#") -> list[str]:
     ]
     if members:
         lines += [
-            "Tokens per second: of the text, or of the prompt.",
+            (
+                "The table shows tokens per second: of prefill in columns with the length of "
+                "a prompt, and of generated text in the other columns."
+            ),
             "",
             *_speeds(result, members),
-            "EESD's speed over the contestant's:",
+            "Speed of EESD divided by the speed of another contestant:",
             "",
             *_ratios(result, members),
             *_costs(result, members),
@@ -35,7 +38,7 @@ def markdown(result: Result, level: str = "#") -> list[str]:
     lines += _quality(result, f"{level}# Quality")
     if result.skipped:
         lines += [
-            f"{level}# Left out",
+            f"{level}# Skipped",
             "",
             *(f"* {name}: {reason}" for name, reason in result.skipped.items()),
             "",
@@ -45,22 +48,27 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 def _conditions(result: Result) -> list[str]:
     options = result.options
-    counted = ", by their processor time" if any(load.threads for load in result.loads) else ""
+    counted = " (checked by processor time)" if any(load.threads for load in result.loads) else ""
     settings = {
         "machine": shown_machine(result.machine),
         "versions": ", ".join(result.packages.values()),
         "threads": f"{options['threads']}{counted}",
-        "texts": f"{max([p.count for p in result.prompts], default=0)} new tokens, batch 1, past "
-        "any EOS",
-        "processes": f"{options['processes']} of each contestant",
+        "texts": (
+            f"{max([p.count for p in result.prompts], default=0)} new tokens, batch size "
+            "1, EOS ignored"
+        ),
+        "processes": f"{options['processes']} per contestant",
     }
     lines = [
         *table(["setting", ""], settings.items()),
-        "Contestants decode the same token ids in turn. Figures are medians over prompts and "
-        "processes, with 95 % bootstrap intervals. Ratios are paired by prompt.",
+        (
+            "Contestants take turns and decode the same token ids. Values are medians "
+            "over prompts and processes, with 95 % bootstrap intervals. Ratios are "
+            "paired by prompt."
+        ),
         "",
     ]
-    return lines if result.complete else [*lines, "**Incomplete**; see Left out.", ""]
+    return lines if result.complete else [*lines, "**Incomplete**; see Skipped.", ""]
 
 
 def _kinds(result: Result) -> dict[str, list[Prompt]]:
@@ -131,11 +139,16 @@ def _costs(result: Result, members: Sequence[Contestant]) -> list[str]:
                 same_tokens(result, one),
             ]
         )
-    lines = table(["", "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"], rows)
+    lines = table(
+        ["", "load (s)", "peak (MB)", "anonymous (MB)", "on disk (MB)", "same tokens"], rows
+    )
     return [
         *lines,
-        "Peak: the largest resident size. Anonymous: memory that is not of files. Same tokens: the "
-        "median common prefix with the same runtime's plain greedy text.",
+        (
+            "`peak` is the largest resident size, and `anonymous` the memory that is not "
+            "mapped from files. `same tokens` is the median number of first tokens that "
+            "are equal to plain greedy decoding by the same runtime."
+        ),
         "",
     ]
 
@@ -182,10 +195,13 @@ def _quality(result: Result, heading: str) -> list[str]:
     return [
         heading,
         "",
-        f"Next-token distributions on {result.qualities[0].positions} tokens of held-out "
-        f"text, in windows of {result.options['window']}. KL is the mean of KL(float32 || "
-        "contestant) in nats, where float32 has the file's values. Drafts do not change the "
-        "distributions.",
+        (
+            f"Next-token distributions are compared on {result.qualities[0].positions} "
+            f"tokens of held-out text, in windows of {result.options['window']} tokens. "
+            "`KL` is the mean of KL(float32 || contestant) in nats, where float32 "
+            "computes with the values of the file in float32. Drafts do not change the "
+            "distributions."
+        ),
         "",
         *table(["", "KL", "same top token"], rows),
     ]

@@ -164,8 +164,8 @@ class Scheduler:
         new = request.max_new_tokens
         if min(tokens + new, manifest.max_seq_len) > self.longest:
             raise EESDError(
-                f"The request may come to {tokens} + {new} tokens, and there is memory for the "
-                f"keys and values of {self.longest}; ask for fewer new tokens, or start with more "
+                f"The request may need {tokens} + {new} tokens, but the memory for keys and "
+                f"values holds {self.longest}; ask for fewer new tokens, or start with more "
                 "memory."
             )
 
@@ -472,7 +472,7 @@ class Scheduler:
         if self.longest < 2:  # room for a prompt token and a new token
             least = (2 + self._llm.manifest.max_tree_nodes) * self._slot_bytes
             raise EESDError(
-                f"kv_memory is {self._options.kv_memory} bytes, and the shortest text needs "
+                f"kv_memory is {self._options.kv_memory} bytes, but the shortest text needs "
                 f"{least}; give more, such as 2GiB."
             )
 

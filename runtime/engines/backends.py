@@ -149,9 +149,9 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
     """
     if ranks() > 1 and options.backend != "torch":
         raise EESDError(
-            f"WORLD_SIZE is {ranks()}, so processes were started together, and of the "
-            "backends torch alone splits a model over "
-            f"them, not {options.backend}; choose the backend torch, or start one process."
+            f"WORLD_SIZE is {ranks()}, but only the backend torch splits a model over "
+            f"several processes, and {options.backend} was chosen; choose the backend "
+            "torch, or start one process."
         )
     if options.nvtx and not torch_sees_gpu():
         raise EESDError(f"NVTX ranges need a GPU, and {NO_GPU}.")
@@ -229,8 +229,8 @@ def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> E
         notice = f"torch runs the {manifest.dtype} engines, slowly. {missing()}"
         if not all(installed(package) for package in TORCH_ENGINE):
             raise EESDError(
-                f"{directory} has {manifest.dtype} engines. {missing()} ONNX Runtime needs "
-                "--dtype float32 of the export. The torch backend is another way, slowly: "
+                f"{directory} has {manifest.dtype} engines. {missing()} To use ONNX Runtime, "
+                "export with --dtype float32. The torch backend also runs them, but slowly: "
                 f"{pip_install('torch')}."
             )
         engines = _open_torch(directory, manifest, options)._replace(notice=notice)

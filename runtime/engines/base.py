@@ -90,9 +90,8 @@ def check_largest(logit: float) -> None:
     token may be chosen from such a row."""
     if not logit < inf:
         raise EESDError(
-            "The model's logits are no finite numbers, so no token can be chosen; check its "
-            "weights, and with 16-bit engines "
-            "export with --dtype float32."
+            "The model's logits are not finite, so no token can be chosen; check its "
+            "weights, or export with --dtype float32 if the engines have 16 bits."
         )
 
 

@@ -126,7 +126,7 @@ class CpuKVCache:
         except (OSError, ValueError, OverflowError):
             mebibytes = total >> 20
             raise EESDError(
-                f"There are no {mebibytes} MiB of addresses for a cache of {self.slots} slots."
+                f"The address space has no {mebibytes} MiB for a cache of {self.slots} slots."
             ) from None
         whole = np.frombuffer(self._map, np.int8)
         memory = whole[:size_of_tiles].reshape(*shape, tiles, -1)

@@ -47,9 +47,9 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
         for output, own in zip(engine.forward(calls), alone, strict=True):
             if (output.logits.view(np.uint32) != own.view(np.uint32)).any():
                 raise EESDError(
-                    "On this processor a row's logits depend on the rows beside it, so "
-                    "requests could change each other's "
-                    "tokens; run one request at a time, with max_rows 1."
+                    "On this processor, the logits of a row depend on the other rows of the "
+                    "batch, so requests could change each other's tokens; run one request at a "
+                    "time, with max_rows 1."
                 )
     for kv_cache, _, _ in texts:
         kv_cache.reset()

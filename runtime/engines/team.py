@@ -103,7 +103,9 @@ class Team:
             EESDError: A model is already split over these processes, or they cannot connect.
         """
         if dist.is_initialized():
-            raise EESDError("These processes share a model already; start others for another one.")
+            raise EESDError(
+                "These processes already share a model; start other processes for another model."
+            )
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines cannot connect
         try:
@@ -114,7 +116,8 @@ class Team:
             self._sums = dist.new_group(backend="nccl") if device.type == "cuda" else None
         except (ValueError, RuntimeError) as error:
             raise EESDError(
-                f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun."
+                f"The ranks cannot connect to each other ({str(error)[:200]}); start them "
+                "with torchrun."
             ) from None
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()

@@ -189,8 +189,8 @@ def open_team(
         device = f"cuda:{local}"
         if local >= torch.cuda.device_count():
             raise EESDError(
-                f"Rank {local} of this machine has no GPU, as torch sees "
-                f"{torch.cuda.device_count()}; start fewer."
+                f"Rank {local} of this machine has no GPU, because torch finds only "
+                f"{torch.cuda.device_count()}; start fewer processes."
             )
     manifest.on_rank(ranks())  # this raises its errors before the ranks connect
     team = Team(torch.device(device))

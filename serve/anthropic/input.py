@@ -149,9 +149,11 @@ def check_edits(body: PromptBody, tokens: int) -> None:
         if edit.type.startswith("clear_tool_uses_") and have > trigger.value:
             raise unsupported(
                 "context_management",
-                f"The request has {have} {trigger.type}, and {edit.type} would clear results of "
-                f"tools beyond {trigger.value}, which this server does not do; leave the edit "
-                "out, or shorten the messages.",
+                (
+                    f"The request has {have} {trigger.type}, so {edit.type} would clear tool "
+                    f"results beyond {trigger.value}, which this server does not support; leave "
+                    "the edit out, or shorten the messages."
+                ),
             )
 
 
@@ -202,11 +204,13 @@ def _text(given: str | Sequence[Block], param: str, place: str = "A content") ->
         if block.type != "text":
             raise unsupported(
                 param,
-                f"{place} has a block of type {shown(block.type)}, and this version reads text "
-                "only; leave the block out, and do not let an agent read such files.",
+                (
+                    f"{place} has a block of type {shown(block.type)}, but this version reads "
+                    "text only; leave the block out, and do not let an agent read such files."
+                ),
             )
         if block.text is None:
-            raise APIError(400, "A block of text has no text; give it.", param, "invalid_value")
+            raise APIError(400, "A text block has no text; give its text.", param, "invalid_value")
     return "\n".join(str(block.text) for block in given)
 
 

@@ -52,7 +52,7 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
     asked += _of_format(body.get("format"))
     asked += _of_structured_outputs(body.get("structured_outputs"))
     if len(asked) > 1:
-        raise EESDError("The request has several constraints of its output; give one.")
+        raise EESDError("The request has several constraints for the output; give one of them.")
     return make_constraint(asked[0][0], asked[0][1], llm, lenient=asked[0][2]) if asked else None
 
 
@@ -96,8 +96,8 @@ def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
         return []
     if not isinstance(given, Mapping):
         raise EESDError(
-            f"structured_outputs is no object; give one with {', '.join(_OUTPUTS[:4])} or "
-            f"{_OUTPUTS[4]}."
+            "structured_outputs is not an object; give one with "
+            f"{', '.join(_OUTPUTS[:4])} or {_OUTPUTS[4]}."
         )
     present = {
         name: value

@@ -43,6 +43,6 @@ def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
             parts = [codec.ids(text, special=False) for text in (before, behind)]
             return [*codec.ids("", special=True), first, *parts[0], second, *parts[1], last]
     raise EESDError(
-        "suffix is not supported: this model's tokenizer has no tokens for text in the "
-        "middle; leave it out."
+        "suffix is not supported, because this model's tokenizer has no tokens for "
+        "filling in the middle; leave it out."
     )

@@ -62,7 +62,9 @@ class TokenFilter:
             if not before or list(tokens[-len(before) :]) == before:
                 mask[last] = False
         if not mask.any():
-            raise ConstraintError("allowed_token_ids and bad_words leave no token; give others.")
+            raise ConstraintError(
+                "allowed_token_ids and bad_words leave no token to choose; allow more tokens."
+            )
         return mask
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:

@@ -233,7 +233,7 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
         raise EESDError(f"tools is {shown(given)}; give a list of functions.")
     if not given:
         if choice not in (None, "none", "auto"):
-            raise EESDError("tool_choice asks for a call, but there are no tools; give tools.")
+            raise EESDError("tool_choice requires a call, but there are no tools; give tools.")
         return None
     if len(given) > MAX_TOOLS:
         raise EESDError(f"There are {len(given)} tools; give at most {MAX_TOOLS}.")
@@ -241,7 +241,7 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
         _check_tool(tool, f"Tool {number}")
     names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):
-        raise EESDError("Two tools have the same name; give each its own.")
+        raise EESDError("Two tools have the same name; give each tool a different name.")
     chosen, allowed = _choice(choice, names)
     given = [tool for tool in given if tool["function"]["name"] in allowed]
     parallel = body.get("parallel_tool_calls")
@@ -315,8 +315,8 @@ def _named(given: Any, names: Sequence[str]) -> str:
         )
     if found["name"] not in names:
         raise EESDError(
-            f"tool_choice names {shown(found['name'])}, which is not among the tools; add it, "
-            "or give another."
+            f"tool_choice names {shown(found['name'])}, which is not in tools; add it, or "
+            "choose another tool."
         )
     return str(found["name"])
 
@@ -379,12 +379,13 @@ def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
     for name, value in variables.items():
         if name in _OTHER_FIELDS:
             raise EESDError(
-                f"chat_template_kwargs has {name}; leave it out, or give the field of this name."
+                f"chat_template_kwargs has {name}; leave it out, or use the request field of "
+                "this name."
             )
         if codec.plain is not None and not (value is None or isinstance(value, bool | int | float)):
             raise EESDError(
-                f"chat_template_kwargs has text as {name}, which could write special tokens; "
-                "leave it out."
+                f"chat_template_kwargs has text for {name}, which could contain special "
+                "tokens; leave it out."
             )
 
 
@@ -405,8 +406,8 @@ def _continued(
     at = text.rfind(content.strip())
     if not content.strip() or at < 0:
         raise EESDError(
-            "The chat template does not show the last message as it is, so it cannot go on; "
-            "give another one."
+            "The chat template changes the last message, so it cannot be continued; give "
+            "another message."
         )
     kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
     return codec.ids(text[: at + len(kept)], special=False)
@@ -444,7 +445,8 @@ def _with_arguments(message: Message) -> Message:
     )
     if not good:
         raise EESDError(
-            "A message has tool_calls that are no list of calls; give each as the server sent it."
+            "A message has tool_calls that are not a list of calls; give each call as "
+            "the server sent it."
         )
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}

@@ -108,7 +108,10 @@ class Gate:
             raise APIError(415, message, code="unsupported_coding", headers=CLOSE)
         if self._serving.draining and path not in QUIET:
             raise APIError(
-                503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE
+                503,
+                "The server is stopping; send the request to another server.",
+                code="stopping",
+                headers=CLOSE,
             )
         try:
             async with asyncio.timeout(options.body_timeout):

@@ -71,7 +71,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         for name in (self.model_name, *self.aliases):
             if not isinstance(name, str) or not name.isprintable():
-                raise EESDError(f"model_name is {shown(name)}; give a name that can be printed.")
+                raise EESDError(f"model_name is {shown(name)}; give a printable name.")
         for key in self.api_keys:
             if (
                 not key.isascii()
@@ -80,19 +80,19 @@ class ServeOptions:
                 or not 8 <= len(key) <= 1024
             ):
                 raise EESDError(
-                    "An API key is unusable; give 8 to 1024 printable ASCII characters "
-                    "without blanks around."
+                    "An API key is invalid; give 8 to 1024 printable ASCII characters without "
+                    "surrounding blanks."
                 )
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host) and not _is_address(host):
                 raise EESDError(
-                    f"The allowed host {shown(host)} is no name of a machine; give one such "
-                    "as api.example.com."
+                    f"The allowed host {shown(host)} is not a host name; give one such as "
+                    "api.example.com."
                 )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise EESDError(
-                    f"The allowed origin {shown(origin)} is none; give one such as "
+                    f"The allowed origin {shown(origin)} is invalid; give one such as "
                     "https://chat.example.com, or *."
                 )
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)

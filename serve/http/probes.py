@@ -24,7 +24,9 @@ async def ready(serving: Shared) -> str:
     """Answer with status 200 while the server takes requests. With any other answer, send requests
     elsewhere."""
     if not serving.ready:
-        raise APIError(503, "The server is stopping; ask another one.", code="stopping")
+        raise APIError(
+            503, "The server is stopping; send the request to another server.", code="stopping"
+        )
     return "ok"
 
 

@@ -54,7 +54,8 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EESDError(
-            f"{host} port {port} cannot be listened on ({reason}); give another --host or --port."
+            f"The server cannot listen on {host} port {port} ({reason}); give another "
+            "--host or --port."
         ) from None
 
 

@@ -32,7 +32,7 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
     admit(body, request, serving)
     if body.max_tokens == 0 and not body.echo:
         raise APIError(
-            400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value"
+            400, "max_tokens is 0; give at least 1, or set echo.", "max_tokens", "invalid_value"
         )
     prompts = await run_in_threadpool(_encode, body, serving.service.llm)
     if body.suffix and not body.ignore_eos:
@@ -64,7 +64,7 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
         if body.echo or not all(isinstance(item, str) for item in prompts):
             raise APIError(
                 400,
-                "suffix needs prompts that are texts, and no echo; change those.",
+                "suffix needs text prompts without echo; give text, and leave echo out.",
                 "suffix",
                 "invalid_value",
             )

@@ -161,7 +161,7 @@ def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
     size = llm.manifest.geometry.vocab_size
     if any(token >= size for token in tokens):
         raise APIError(
-            400, f"A token is too large; the model has {size} tokens.", field, "invalid_value"
+            400, f"A token id is too large; the model has {size} tokens.", field, "invalid_value"
         )
 
 
@@ -258,8 +258,10 @@ def _check_window(body: Body, sampling: Sampling) -> None:
         return
     raise unsupported(
         "repeat_last_n",
-        f"repeat_last_n {shown(window)} is not supported with a penalty, which counts all tokens; "
-        "give -1, or leave the penalties out.",
+        (
+            f"repeat_last_n {shown(window)} is not supported with a penalty, because "
+            "penalties count all tokens; give -1, or leave the penalties out."
+        ),
     )
 
 
@@ -274,7 +276,10 @@ def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constrai
     if asked is not answer and calls is not None:
         raise APIError(
             400,
-            "tool_choice asks for a call, and another field constrains the output; give one.",
+            (
+                "tool_choice requires a call, but another field constrains the output; give "
+                "one of them."
+            ),
             "tool_choice",
         )
     words = word_tokens(body.bad_words, llm.codec) if body.bad_words else []

@@ -230,7 +230,7 @@ def _text(
         if text is None:
             raise APIError(
                 400,
-                f"Input item {number} has a part without text; give it.",
+                f"Input item {number} has a part without text; give its text.",
                 "input",
                 "invalid_value",
             )
@@ -255,8 +255,10 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     elif kind != "function":
         raise unsupported(
             "tools",
-            f"The tool {shown(kind)} is not supported; switch it off in the client, as this "
-            "server has functions and custom tools only.",
+            (
+                f"The tool {shown(kind)} is not supported; turn it off in the client, because "
+                "this server supports only functions and custom tools."
+            ),
         )
     names = ("name", "description", "parameters", "strict")
     return {

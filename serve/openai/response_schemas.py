@@ -59,7 +59,12 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
+    effort: (
+        Annotated[
+            Effort, Field(description="Reasoning effort to pass to chat templates that support it.")
+        ]
+        | None
+    ) = None
 
 
 class ResponsesBody(GenerationBody, TemplateBody):
@@ -75,14 +80,20 @@ class ResponsesBody(GenerationBody, TemplateBody):
     reasoning: Reasoning | None = None
     include: (
         Annotated[
-            Strings, Field(description="message.output_text.logprobs; others change nothing.")
+            Strings,
+            Field(
+                description=(
+                    "Additional output to include. Only `message.output_text.logprobs` is "
+                    "supported, and other values are ignored."
+                )
+            ),
         ]
         | None
     ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
-    store: Annotated[bool, Field(description="Nothing is stored.")] | None = None
+    store: Annotated[bool, Field(description="Ignored. Responses are never stored.")] | None = None
     user: str | None = None
 
 

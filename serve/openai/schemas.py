@@ -17,7 +17,12 @@ Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
 Texts = Annotated[list[str], Many]
 Special = Annotated[
     bool | None,
-    Field(description="Of the tokenizer, such as BOS, for prompts that are text; default: true."),
+    Field(
+        description=(
+            "Whether to add the tokenizer's special tokens, such as BOS, to text "
+            "prompts. Defaults to true."
+        )
+    ),
 ]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -100,13 +105,21 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     cache_salt: (
-        Annotated[str, Field(max_length=1024, description="What is kept serves only this salt.")]
+        Annotated[
+            str,
+            Field(
+                max_length=1024,
+                description="Cached prefixes are shared only between requests with the same salt.",
+            ),
+        ]
         | None
     ) = None
     stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, lt=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT64, description="0 or -1: off.")] | None = None
+    top_k: (
+        Annotated[int, Field(ge=-1, le=INT64, description="0 and -1 disable the filter.")] | None
+    ) = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -125,13 +138,18 @@ class GenerationBody(Body):
     sampling_method: (
         Annotated[
             Literal["coupled", "rejection"],
-            Field(description="Extension: how drafts are verified."),
+            Field(description="Method for verifying drafts. An extension to OpenAI's API."),
         ]
         | None
     ) = None
-    draft: Annotated[bool, Field(description="Extension: false decodes plainly.")] | None = None
+    draft: (
+        Annotated[bool, Field(description="Whether to draft. An extension to OpenAI's API.")] | None
+    ) = None
     return_token_ids: (
-        Annotated[bool, Field(description="As in vLLM: choices have token_ids.")] | None
+        Annotated[
+            bool, Field(description="Whether to return the token ids of each choice, as in vLLM.")
+        ]
+        | None
     ) = None
 
     @property
@@ -152,12 +170,30 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Many]
-    max_tokens: Annotated[int, Field(ge=0, le=INT64, description="0 needs echo.")] | None = 16
+    max_tokens: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=INT64,
+                description="Maximum number of new tokens. 0 is allowed only with `echo`.",
+            ),
+        ]
+        | None
+    ) = 16
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: Special = None
     suffix: (
-        Annotated[str, Field(description="The text behind; needs a tokenizer with tokens for it.")]
+        Annotated[
+            str,
+            Field(
+                description=(
+                    "Text that follows the completion. The tokenizer must have tokens for "
+                    "filling in the middle."
+                )
+            ),
+        ]
         | None
     ) = None
 
@@ -179,13 +215,28 @@ class TemplateBody(Body):
     """Fields that control how messages become a prompt. ``tools`` may also be given."""
 
     chat_template_kwargs: (
-        Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None
+        Annotated[
+            dict[str, Any], Field(description="Additional values to pass to the chat template.")
+        ]
+        | None
     ) = None
     add_generation_prompt: (
-        Annotated[bool, Field(description="Whether the template begins an answer.")] | None
+        Annotated[
+            bool,
+            Field(
+                description="Whether the chat template begins an answer at the end of the prompt."
+            ),
+        ]
+        | None
     ) = None
     continue_final_message: (
-        Annotated[bool, Field(description="Go on with the last message.")] | None
+        Annotated[
+            bool,
+            Field(
+                description="Whether to continue the last message instead of starting a new one."
+            ),
+        ]
+        | None
     ) = None
 
 
@@ -195,14 +246,35 @@ class ChatBody(GenerationBody, TemplateBody):
     messages: Annotated[list[Message], Many]
     max_tokens: Annotated[int, Field(ge=1, le=INT64)] | None = None
     max_completion_tokens: (
-        Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                le=INT64,
+                description="Maximum number of new tokens. Takes precedence over `max_tokens`.",
+            ),
+        ]
+        | None
     ) = None
     logprobs: bool | None = None
     top_logprobs: (
-        Annotated[int, Field(ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")] | None
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=MAX_LOGPROBS,
+                description=(
+                    "Number of most likely tokens to return at each position. Requires `logprobs`."
+                ),
+            ),
+        ]
+        | None
     ) = None
     reasoning_effort: (
-        Annotated[Effort, Field(description="For chat templates that read it.")] | None
+        Annotated[
+            Effort, Field(description="Reasoning effort to pass to chat templates that support it.")
+        ]
+        | None
     ) = None
 
 

@@ -62,7 +62,7 @@ async def tokenize(body: TokenizeBody, request: Request, serving: Shared) -> Res
     if body.messages is not None and body.add_special_tokens:
         raise APIError(
             400,
-            "The chat template adds special tokens itself; leave it out.",
+            "The chat template already adds special tokens; leave add_special_tokens out.",
             "add_special_tokens",
             "invalid_value",
         )

@@ -98,7 +98,7 @@ function failed(error) {
 
 function request() {
   const text = $("prompt").value;
-  if (!text.trim()) throw new Error("The prompt is empty; write something.");
+  if (!text.trim()) throw new Error("The prompt is empty; enter some text.");
   const [maxTokens, temperature, seed, topP] = ["max-tokens", "temperature", "seed", "top-p"].map((id) => $(id).valueAsNumber);
   const stop = $("stops").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
   const logprobs = $("probabilities").checked ? ALTERNATIVES : null;

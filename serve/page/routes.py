@@ -115,7 +115,7 @@ async def generate(body: PlayBody, request: Request, serving: Shared) -> Respons
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "Give either prompt or messages.")
     if body.choices > 1:
-        raise APIError(400, "The playground shows one text; leave n out.", "n")
+        raise APIError(400, "The playground shows only one text; leave n out.", "n")
     tokens = await run_in_threadpool(_encode, body, serving)
     requests = requests_of(body, [tokens], serving, body.max_tokens, body.logprobs)
     generations = Generations(serving, requests)
@@ -129,7 +129,7 @@ def _encode(body: PlayBody, serving: Serving) -> list[int]:
     )
     tokens = serving.service.llm.encode(prompt or "")
     if not tokens:
-        raise APIError(400, "The prompt is empty; write something.", "prompt")
+        raise APIError(400, "The prompt is empty; enter some text.", "prompt")
     return tokens
 
 

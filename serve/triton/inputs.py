@@ -58,7 +58,7 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     given = {tensor.name(): tensor for tensor in triton_request.inputs()}
     text, messages = (_text(name, _value(given, name)) for name in ("text_input", "messages"))
     if (text is None) + (messages is None) + ("input_ids" not in given) != 2:
-        raise EESDError("A request has a text_input, messages or input_ids; give one of them.")
+        raise EESDError("A request needs exactly one of text_input, messages and input_ids.")
     if messages is not None:
         tokens = llm.encode(_chat(messages))
     else:
@@ -104,7 +104,7 @@ def _chat(text: str) -> list[Any]:
         or not all(isinstance(message, dict) for message in messages)
     ):
         raise EESDError(
-            'messages are no list of JSON objects; give [{"role": "user", "content": "..."}].'
+            'messages is not a list of JSON objects; give [{"role": "user", "content": "..."}].'
         )
     return messages
 
@@ -123,7 +123,7 @@ def _guide(given: dict[str, Any]) -> tuple[str, Any] | None:
     if kind == "json" and not guide:
         return "json", {"type": "object"}
     if not guide:
-        raise EESDError(f"There is no guided_decoding_guide; give one, as the type is {kind}.")
+        raise EESDError(f"guided_decoding_guide is missing, but the type is {kind}; give a guide.")
     read = kind in ("json", "json_schema", "choice")
     return GUIDES[kind], parse_json(guide, "guided_decoding_guide", "give JSON") if read else guide
 
@@ -134,7 +134,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         chosen["top_k"] = 0
     seeds = [_value(given, name) for name in ("seed", "random_seed") if name in given]
     if len(set(seeds)) > 1:
-        raise EESDError("seed and random_seed differ; give one of the two.")
+        raise EESDError("seed and random_seed differ; give one of them.")
     return chosen | ({"seed": seeds[0]} if seeds else {})
 
 

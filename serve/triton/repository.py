@@ -135,7 +135,7 @@ def write_triton_repository(
     directory = check_path("output", output, "a directory for the repository") / name
     if not _NAME.fullmatch(name):
         raise EESDError(
-            f"The name {shown(name)} is no name of a model; use letters, digits, _, . and -."
+            f"{shown(name)} is not a valid model name; use letters, digits, _, . and -."
         )
     load_manifest(engines)
     if directory.exists():

@@ -319,7 +319,7 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(
     comparison([], result).run([])
     before = result.read_bytes()
     assert_refused(run(main, "run", *base), "--resume", "--overwrite")
-    assert_refused(run(main, "run", *base, "--resume"), "other model", "--overwrite")
+    assert_refused(run(main, "run", *base, "--resume"), "the model changed", "--overwrite")
     assert result.read_bytes() == before
     result.write_text(before.decode().replace('"schema": 2', '"schema": 9'))
     assert_refused(run(main, "run", *base, "--resume"), "schema 9")

@@ -294,7 +294,7 @@ except eesd.EESDError as error:
     with started(tmp_path, tmp_path / "run.py") as ranks:
         assert codes(ranks) == [0, 0]
     tokens = eesd.load(directory).generate([5, 9, 3], max_new_tokens=8, ignore_eos=True).tokens
-    refused = "These processes share a model already; start others for another one."
+    refused = "These processes already share a model; start other processes for another model."
     assert (tmp_path / "0.out").read_text() == f"{tokens}\n{refused}\n"
     assert (tmp_path / "1.out").read_text() == (tmp_path / "1.err").read_text() == ""
 
@@ -413,7 +413,7 @@ def test_other_backends_are_refused(
 ) -> None:
     """With these backends, every rank would do the same work."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ("WORLD_SIZE is 2", f"not {backend}", "choose the backend torch")
+    words = ("WORLD_SIZE is 2", f"{backend} was chosen", "choose the backend torch")
     assert_refused(run(run_main, "--engine-dir", engine, "-p", TEXT, "--backend", backend), *words)
     assert_refused(
         run(serve_main, "--engine-dir", engine, "--port", 0, "--backend", backend), *words

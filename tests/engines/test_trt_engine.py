@@ -582,7 +582,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(
         return open_host_engines(manifest, replace(host, **changes), [CPU])
 
     with pytest.raises(
-        EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"
+        EESDError, match="The manifest has 1 stages of verify, but 2 engines were given"
     ):
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
@@ -652,7 +652,7 @@ def test_streams_that_cannot_do_are_refused(
         EESDError, match=r"is a str; give a torch\.cuda\.Stream, or the int of a cudaStream_t"
     ):
         embed.stage_streams(replace(host, stream=["16", "16", "16"]), 3)  # type: ignore[list-item]
-    with pytest.raises(EESDError, match="has 3 stages of verify, and 2 streams are given"):
+    with pytest.raises(EESDError, match="has 3 stages of verify, but 2 streams were given"):
         embed.embed(directory, replace(host, stream=[first, second]), Speculation())
     with pytest.raises(EESDError, match="on one device must share its stream"):
         embed.embed(

@@ -305,7 +305,7 @@ def arrive(what: str, engine: Path, output: Path) -> None:
 
 def assert_both_are_there(stderr: str, output: Path, before: dict[str, bytes]) -> None:
     """Both the foreign file and the export exist, and the message names the export."""
-    assert_one_line(stderr, f"{output} is not replaced", "what was written is in")
+    assert_one_line(stderr, f"{output} is not replaced", "the new content is in")
     (kept,) = output.parent.glob("plans-*")
     assert (
         str(kept) in stderr
@@ -416,9 +416,12 @@ def test_a_distillation_keeps_what_is_in_its_directory(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("checkpoint-500/model.safetensors", ("checkpoint-500", "no checkpoint of eesd-distill")),
-        ("checkpoint-2/notes.txt", ("checkpoint-2", "no checkpoint of eesd-distill")),
-        ("exit_head.safetensors", ("an exit head that no run here trained",)),
+        (
+            "checkpoint-500/model.safetensors",
+            ("checkpoint-500", "not a checkpoint of eesd-distill"),
+        ),
+        ("checkpoint-2/notes.txt", ("checkpoint-2", "not a checkpoint of eesd-distill")),
+        ("exit_head.safetensors", ("an exit head from another source",)),
     ],
 )
 def test_checkpoints_and_heads_of_others_are_not_replaced(

@@ -634,11 +634,11 @@ def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: i
         ({"calibration": asdict(CalibrationPrior()) | {"accept": [1.0]}}, "must have 5 weights"),
         (
             {"calibration": asdict(CalibrationPrior()) | {"accept": "12345"}},
-            "accept is '12345', which is of another type",
+            "accept is '12345', which has the wrong type",
         ),
         (
             {"calibration": asdict(CalibrationPrior()) | {"shift": True}},
-            "shift is True, which is of another type",
+            "shift is True, which has the wrong type",
         ),
         (
             {"calibration": asdict(CalibrationPrior()) | {"following": [10**400] * 5}},

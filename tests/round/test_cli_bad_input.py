@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_choose_no_token(
     ):
         for drafting in ((), ("--no-draft",)):
             assert_refused(
-                eesd_run(directory, *PROMPT, *options, *drafting), "no finite numbers", "weights"
+                eesd_run(directory, *PROMPT, *options, *drafting), "not finite", "weights"
             )
 
 
@@ -176,7 +176,7 @@ def test_a_bad_option_is_refused(
     ("options", "words"),
     [
         (("-p", ""), ("prompt is empty",)),
-        (("-p", "a" * 512), ("512 tokens", "cache 512 slots", "--max-seq-len")),
+        (("-p", "a" * 512), ("512 tokens", "cache has 512 slots", "--max-seq-len")),
         (("-p", "caf\udce9"), ("not valid Unicode",)),
         (("--prompt-file", "/nowhere/prompt.txt"), ("No such file", "/nowhere/prompt.txt")),
         (("--prompt-file", "/"), ("Is a directory",)),

@@ -367,7 +367,7 @@ REFUSED = {
     "an export's option": (("--engine-dir", "plans", "--dtype", "float32"), ("--dtype", "--model")),
     "an option of the cache": (
         ("--engine-dir", "plans", "--cache-dir", "cache"),
-        ("--cache-dir is for --model",),
+        ("--cache-dir needs --model",),
     ),
     "no such file": (("--model", "missing.gguf"), ("no file missing.gguf",)),
     "no such model": (("--model", "nonsense"), ("nonsense", "neither a directory")),
@@ -442,7 +442,7 @@ def test_the_cache_is_listed_and_cleaned(model: Path, place: Path, cache: Path) 
     for command in ("list",), ("clean", "--all"):
         result = run(cache_main, *command, "--cache-dir", model / "config.json")
         assert_refused(result, "config.json is not a directory")
-    assert_refused(run(cache_main, "clean", place.name, "--all"), "only one")
+    assert_refused(run(cache_main, "clean", place.name, "--all"), "exactly one")
     assert_refused(run(cache_main, "clean", "other"), "no directory other", "eesd-cache list")
     assert_refused(run(cache_main, "clean", f"../cache/{place.name}"), "no directory")
     assert "removed 0" in succeed(cache_main, "clean", "--older-than", 1).stdout

@@ -474,15 +474,15 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"guided_regex": "("}, "unclosed group"),
         ({"guided_regex": "(?=a)b"}, "look-around"),
-        ({"guided_regex": 5}, "no valid Unicode"),
-        ({"guided_regex": "\ud800"}, "no valid Unicode"),
+        ({"guided_regex": 5}, "not valid Unicode"),
+        ({"guided_regex": "\ud800"}, "not valid Unicode"),
         ({"guided_regex": "(" * 50_000}, "unclosed group|nest"),
         ({"guided_json": "{"}, "not valid JSON"),
         ({"guided_json": []}, "give a JSON schema"),
         ({"guided_json": {"type": "text"}}, "Invalid type"),
         ({"guided_json": {"not": {}}}, "not"),
         ({"guided_json": {"enum": []}}, "Unsatisfiable"),
-        ({"guided_json": {"minimum": float("nan")}}, "no plain JSON"),
+        ({"guided_json": {"minimum": float("nan")}}, "not plain JSON"),
         ({"guided_json": {"$ref": "http://localhost/schema"}}, "does not fetch"),
         ({"guided_json": nested(80)}, "nested too deeply"),
         ({"guided_json": nested(900)}, "nested too deeply"),
@@ -499,7 +499,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"structured_outputs": {"json": {}, "regex": "b"}}, "several constraints"),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern"),
-        ({"structured_outputs": 5}, "no object"),
+        ({"structured_outputs": 5}, "not an object"),
         ({"format": "yaml"}, "format is unknown"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "several constraints"),
         ({"response_format": {"type": "xml"}}, "response_format"),
@@ -526,7 +526,7 @@ def test_constraints_that_cannot_be_used_are_refused(
 def test_what_no_token_can_write_is_an_error_and_no_short_text(
     llm: LLM, kind: str, value: Any
 ) -> None:
-    with pytest.raises(EESDError, match=r"no tokens|nothing fits"):
+    with pytest.raises(EESDError, match=r"no tokens|no text matches"):
         random_text(constraint(kind, value, llm), llm, 0)
 
 
@@ -548,7 +548,7 @@ def test_a_grammar_that_reads_a_text_in_too_many_ways_is_an_error() -> None:
     wait for it."""
     vocabulary = LLTokenizer(TokenizerWrapper(Words()), len(Words.tokens), [0])
     made = GrammarConstraint("start: e\ne: e e | /[a-z]/", vocabulary, [0])
-    with pytest.raises(ConstraintError, match="takes too much"):
+    with pytest.raises(ConstraintError, match="too expensive"):
         for count in range(100):
             made.allowed([1] * count)
     assert count > 10
@@ -568,17 +568,17 @@ def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> N
     made = constraint("regex", TOO_MUCH, llm)
     draw = random.Random(0)
     tokens = list[int]()
-    with pytest.raises(ConstraintError, match="takes too much"):
+    with pytest.raises(ConstraintError, match="too expensive"):
         while len(tokens) < 2000:
             tokens.append(draw.choice(allowed(made, tokens)))
     assert 10 < len(tokens) < 2000
     for path in (tokens, tokens[:-1], [*tokens, tokens[0]], []):
-        with pytest.raises(ConstraintError, match="takes too much"):
+        with pytest.raises(ConstraintError, match="too expensive"):
             made.allowed(path)
-        with pytest.raises(ConstraintError, match="takes too much"):
+        with pytest.raises(ConstraintError, match="too expensive"):
             made.forced(path, 4)
     for ask in (GrammarConstraint.allowed, lambda made, path: made.forced(path, 4)):
-        with pytest.raises(ConstraintError, match="takes too much"):
+        with pytest.raises(ConstraintError, match="too expensive"):
             ask(constraint("regex", TOO_MUCH, llm), [*tokens, *llm.encode("ab" * 1000)])
 
 

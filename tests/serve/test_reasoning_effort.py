@@ -135,7 +135,7 @@ def test_a_prompt_can_go_on_with_the_last_message(engine: Path, tmp_path: Path) 
             "/v1/chat/completions",
             {**body, "messages": [*HI, {"role": "assistant", "content": " "}]},
         )
-        assert lost.status_code == 400 and "cannot go on" in lost.text
+        assert lost.status_code == 400 and "cannot be continued" in lost.text
 
 
 THOUGHT = [

@@ -270,7 +270,7 @@ def test_results_of_tools_are_not_cleared(lined: Served) -> None:
             },
             "A result of a tool has a block of type 'image'",
         ),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "not in tools"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
         ({"n": 2}, "n and return_token_ids"),
         ({"think": []}, "reasoning_effort cannot be used"),
@@ -292,7 +292,7 @@ def test_what_cannot_be_done_is_a_clear_400(
 def test_a_stream_that_fails_ends_with_the_error(lined: Served) -> None:
     *events, last = stream(lined, guided_regex=TOO_MUCH, max_tokens=400)
     assert (
-        len(events) > 2 and last["type"] == "error" and "takes too much" in last["error"]["message"]
+        len(events) > 2 and last["type"] == "error" and "too expensive" in last["error"]["message"]
     )
     assert last["error"]["type"] == "invalid_request_error"
     lined.idle()

@@ -225,7 +225,7 @@ def test_a_prefix_of_all_paths_changes_nothing(server: Served) -> None:
     "host", ["api.example.com:8443", "", "a b", "http://a.example", "a/b", "[::1]", "*"]
 )
 def test_a_host_that_could_never_match_is_refused(host: str) -> None:
-    with pytest.raises(EESDError, match="is no name of a machine"):
+    with pytest.raises(EESDError, match="is not a host name"):
         ServeOptions(allowed_hosts=(host,))
     assert ServeOptions(allowed_hosts=("::1", "10.1.2.3", "A.example"))
     for origin in ("chat.example.com", "https://chat.example.com/", "https://", "**"):
@@ -347,7 +347,9 @@ def test_options_come_from_the_environment_and_a_file(
     ) == ("one", ("two",))
     monkeypatch.setenv("EESD_SERVE_PROT", "1")
     assert_refused(
-        run(serve_cli.main, "--config", file), "EESD_SERVE_PROT names no option", "--help"
+        run(serve_cli.main, "--config", file),
+        "EESD_SERVE_PROT does not belong to any option",
+        "--help",
     )
     monkeypatch.delenv("EESD_SERVE_PROT")
     for option in serve_cli.main.params:
@@ -362,10 +364,10 @@ def test_options_come_from_the_environment_and_a_file(
         ("port = ", ("not TOML", "port = 8080")),
         ("prot = 1", ("no option prot", "--help")),
         ('config = "x"', ("no option config",)),
-        ("port = [1]", ("port is no single value",)),
-        ('allowed-host = "a:1"', ("allowed host 'a:1' is no name",)),
+        ("port = [1]", ("port must be a single value",)),
+        ('allowed-host = "a:1"', ("allowed host 'a:1' is not a host name",)),
         ("port = -1", ("--port",)),
-        ("[port]", ("port is no single value",)),
+        ("[port]", ("port must be a single value",)),
     ],
 )
 def test_a_bad_configuration_file_is_refused(
@@ -522,7 +524,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
         response = server.post(path, body, headers=bearer())
         assert (
             response.status_code == 400
-            and f"the model takes {most}" in response.json()["error"]["message"]
+            and f"the model accepts {most}" in response.json()["error"]["message"]
         )
 
 
@@ -565,4 +567,7 @@ def test_chats_share_little_memory(engine: Path) -> None:
         room = server.serving.service.longest
         assert longest.json()["usage"]["total_tokens"] == room < server.serving.max_model_len
         asked = server.post("/v1/completions", {"prompt": "a", "max_tokens": room + 10})
-        assert asked.status_code == 400 and "there is memory" in asked.json()["error"]["message"]
+        assert (
+            asked.status_code == 400
+            and "the memory for keys and values" in asked.json()["error"]["message"]
+        )

@@ -476,13 +476,13 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
 
 def test_a_failure_is_an_error_or_the_end_of_the_stream(lined: Served, client: OpenAI) -> None:
     failing: Any = {"guided_regex": TOO_MUCH, "max_output_tokens": 400}
-    with pytest.raises(BadRequestError, match="takes too much"):
+    with pytest.raises(BadRequestError, match="too expensive"):
         client.responses.create(model="", input="Who?", extra_body=failing)
     events = raw_events(lined, {"input": "Who?", **failing})
     assert kinds(events)[-2:] == ["error", "failed"] and "output_text.delta" in kinds(events)
     error = events[-2]
     last = events[-1]["response"]
-    assert error["code"] == "constraint_failed" and "takes too much" in error["message"]
+    assert error["code"] == "constraint_failed" and "too expensive" in error["message"]
     assert (
         last["status"] == "failed"
         and last["error"]["code"] == "invalid_prompt"

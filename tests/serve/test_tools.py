@@ -159,7 +159,7 @@ def test_the_format_is_that_of_the_template(
         ({"type": "allowed_tools", "tools": [NAMED], "mode": "never"}, "another mode", ""),
         (
             {"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]},
-            "not among the tools",
+            "not in tools",
             "",
         ),
         ({"type": "custom", "name": "f"}, "give none, auto, required", ""),

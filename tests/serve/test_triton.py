@@ -89,7 +89,7 @@ def test_other_models_of_a_repository_stay(engine: Path, tmp_path: Path) -> None
     ("engine_dir", "options", "words"),
     [
         ("missing", (), ("missing",)),
-        ("plans", ("--model-name", "../up"), ("no name of a model",)),
+        ("plans", ("--model-name", "../up"), ("not a valid model name",)),
         ("plans", ("--model-name", "taken"), ("taken exists", "--model-name")),
         ("plans", ("--threads", "0"), ("threads is 0",)),
     ],
@@ -350,11 +350,11 @@ def test_a_guide_that_cannot_be_used_is_refused(triton_python: Path, server: Tri
     guides = [
         ("", "[a-z]", "guided_decoding_guide_type is ''"),
         ("xml", "<a/>", "give one of json, json_schema"),
-        ("regex", "", "no guided_decoding_guide"),
+        ("regex", "", "guided_decoding_guide is missing"),
         ("regex", "(", "unclosed group"),
         ("json_schema", "{", "guided_decoding_guide"),
-        ("choice", "3", "no list of texts"),
-        ("regex", TOO_MUCH, "takes too much"),
+        ("choice", "3", "must be a list of texts"),
+        ("regex", TOO_MUCH, "too expensive"),
     ]
     common = {"text_input": "x", "max_tokens": 400}
     requests = [
@@ -389,7 +389,7 @@ def test_bad_requests_are_answered_in_one_sentence(
         ({"text_input": "x", "seed": 2**64 - 1}, "seed is"),
         ({"text_input": "x", "input_ids": [1]}, "give one of them"),
         ({"stream": True}, "give one of them"),
-        ({"messages": "[1]"}, "no list of JSON objects"),
+        ({"messages": "[1]"}, "not a list of JSON objects"),
         ({"messages": "{"}, "messages"),
         ({"input_ids": [1 << 30]}, "token"),
         ({"input_ids": [1] * 5000}, "5000 tokens"),

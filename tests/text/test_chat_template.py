@@ -732,7 +732,7 @@ def test_a_template_with_turns_of_plain_text_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(
             EESDError,
-            match="ends a turn with text that a message can write, too; leave plain_content out",
+            match="ends a turn with text that a message can also contain; leave plain_content out",
         ):
             codecs(tmp_path, template=template)
 

@@ -77,7 +77,7 @@ def directory_written_whole(
         yield claim.new
         if kept := claim.move_aside(foreign):
             raise EESDError(
-                f"{output} is not replaced: {kept}; what was written is in {claim.keep(claim.new)}."
+                f"{output} is not replaced: {kept}; the new content is in {claim.keep(claim.new)}."
             )
         claim.new.rename(output)
 

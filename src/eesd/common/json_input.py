@@ -179,7 +179,7 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         return as_float(value)
     if type(value) is not kind:  # isinstance would accept True as an integer
         raise ValueError(
-            f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type"
+            f"{where.removesuffix('.') or 'it'} is {shown(value)}, which has the wrong type"
         )
     return value
 
