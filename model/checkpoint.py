@@ -166,6 +166,7 @@ class Checkpoint:
             name: tensor.quantization
             for name, tensor in tensors.items()
             if isinstance(tensor, GgufTensor | PackedTensor)
+            if is_linear(name) or name == EMBEDDINGS
         }
         kept = {name: one for name, one in own.items() if one is not None}
         if not kept.get(EMBEDDINGS, MXFP4).integers:  # levels that 8-bit integers cannot hold

@@ -5,7 +5,7 @@ the parts of the decoder that they choose (:class:`~eesd.common.geometry.Geometr
 renaming of its tensors to the decoder's names. ARCHITECTURE.md explains how to add a family.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,6 +125,26 @@ def as_stored(tensors: Tensors, _: Geometry) -> Tensors:
     return tensors
 
 
+class GgufFields(Fields):
+    """The metadata of an architecture in a GGUF file. Names have no prefix, except in messages.
+
+    Args:
+        raw: The values by name.
+        prefix: The architecture and a dot.
+        tensors: Names of the file's tensors.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str, tensors: Collection[str]) -> None:
+        super().__init__(raw)
+        self._prefix = prefix
+        self.tensors = tensors
+
+    def take(self, name: str, default: Any = ...) -> Any:
+        if default is ... and name not in self.raw:
+            raise KeyError(self._prefix + name)
+        return super().take(name, default)
+
+
 @dataclass(frozen=True)
 class Gguf:
     """Storage of a family in GGUF files of llama.cpp.
@@ -143,8 +163,9 @@ class Gguf:
             values.
         tensors: A function that converts the tensors of a file to the decoder's tensors. With None,
             they are converted like the tensors of the family's other checkpoints.
-        heads_by_layer: Whether files list the number of KV heads of each layer.
-        optional: Keys of sizes that the family's files may lack.
+        heads_by_layer: If files list the number of KV heads of each layer, the most different
+            numbers above 0 in such a list. It is 0 if they do not.
+        optional: Keys of sizes that files may lack, or that ``fields`` reads if they are lists.
         key: A metadata key that distinguishes the family's files from the files of another family.
             It is empty if no key is needed.
     """
@@ -152,11 +173,11 @@ class Gguf:
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
-    fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
+    fields: Callable[["GgufFields", Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
     eps: str = "attention.layer_norm_rms_epsilon"
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
-    heads_by_layer: bool = False
+    heads_by_layer: int = 0
     optional: tuple[str, ...] = ()
     key: str = ""
 

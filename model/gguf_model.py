@@ -19,7 +19,7 @@ from eesd.common.geometry import RopeScaling
 from eesd.common.quantization import LM_HEAD
 from eesd.common.weights import EMBEDDINGS, FINAL_NORM
 from eesd.model.families import FAMILIES
-from eesd.model.family import Family, Gguf
+from eesd.model.family import Family, Gguf, GgufFields
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile, GgufTensor
 from eesd.model.gguf_special import end_tokens
@@ -40,6 +40,8 @@ _DRAFTER = "nextn_predict_layers"
 """Key for the number of last blocks that belong to the model's own drafter."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a divisor for each rotary frequency."""
+_ENDLESS = 1e30
+"""Divisor of frequencies of values that are not rotated."""
 _LLAMA3_POSITIONS = 8192
 """The original number of positions of all published models with llama3 scaling. The other values of
 the scaling follow from the divisors."""
@@ -82,18 +84,19 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"it is not a model but of the type {shown(kind)}")
     family, gguf = _family(general)
     prefix = f"{gguf.architecture}."
-    own = _Own(
+    own = GgufFields(
         {
             name.removeprefix(prefix): value
             for name, value in file.metadata.items()
             if name.startswith((prefix, "xielu."))
         },
         prefix,
+        file.tensors,
     )
     raw: dict[str, Any] = {
         name: own.integer(key)
         for key, name in _SIZES.items()
-        if key in own.raw or key not in gguf.optional
+        if key not in gguf.optional or type(own.raw.get(key)) is int
     }
     raw["num_hidden_layers"] -= own.integer(_DRAFTER, 0, least=0)
     raw |= {
@@ -135,34 +138,23 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
     return max(found, key=lambda one: one[1].key)
 
 
-def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
-    """Return the number of KV heads. If ``by_layer``, a file may list the number for each layer,
-    with 0 for layers without attention."""
+def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: int) -> int:
+    """Return the number of KV heads. A file may list the number for each layer, with 0 for layers
+    without attention. Such a list has at most ``by_layer`` different numbers above 0, the largest
+    of which is returned."""
     name = "attention.head_count_kv"
     given = own.take(name, raw["num_attention_heads"])
     if by_layer and isinstance(given, list):
         found = {*given} - {0}
-        if len(given) != raw["num_hidden_layers"] or len(found) != 1:
+        numbers = [count for count in found if type(count) is int]
+        if len(given) != raw["num_hidden_layers"] or not 1 <= len(found) <= by_layer or not numbers:
             raise ValueError(
-                f"{name} is {shown(given)}, and must have a number for each layer, of which those "
-                "above 0 are equal"
+                f"{name} is {shown(given)}, and must have a number for each layer, with at most "
+                f"{by_layer} different numbers above 0"
             )
-        [given] = found
+        given = max(numbers)
     heads: int = Fields({name: given}).integer(name)
     return heads
-
-
-class _Own(Fields):
-    """The metadata of the architecture. Names have no prefix, except in error messages."""
-
-    def __init__(self, raw: Mapping[str, Any], prefix: str) -> None:
-        super().__init__(raw)
-        self._prefix = prefix
-
-    def take(self, name: str, default: Any = ...) -> Any:
-        if default is ... and name not in self.raw:
-            raise KeyError(self._prefix + name)
-        return super().take(name, default)
 
 
 def _special_tokens(general: Fields) -> dict[str, Any]:
@@ -211,7 +203,7 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
             raise ValueError(
                 f"it has both {_ROPE_FACTORS} and rope.scaling, which is not supported"
             )
-        return _llama3(factors.read(), raw["rope_theta"], raw["head_dim"])
+        return _by_divisors(factors.read(), raw["rope_theta"], raw["head_dim"])
     if kind == "yarn":
         betas = {
             f"beta_{end}": own.number(f"rope.scaling.yarn_beta_{end}", None, optional=True)
@@ -226,8 +218,11 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
-def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return the llama3 scaling with these divisors of the rotary frequencies."""
+def _by_divisors(
+    divisors: NDArray[np.float32], theta: float, head_dim: int
+) -> dict[str, Any] | None:
+    """Return the scaling with these divisors of rotary frequencies. It is the llama3 scaling, or
+    only the first values of a head are rotated."""
     if divisors.shape != (head_dim // 2,):
         raise ValueError(
             f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}"
@@ -235,6 +230,10 @@ def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[
     scaling = RopeScaling("llama3", float(divisors.max()), _LLAMA3_POSITIONS)
     if (divisors == 1).all():
         return None
+    rotated = int((divisors == 1).sum())
+    if (divisors[:rotated] == 1).all() and (divisors[rotated:] >= _ENDLESS).all():
+        share = 2 * rotated / head_dim
+        return {"rope_type": "proportional", "partial_rotary_factor": share}
     with np.errstate(all="ignore"):  # a divisor can be 0
         plain = frequencies(theta, head_dim)
         fits = np.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4, atol=0)

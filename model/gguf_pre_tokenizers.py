@@ -70,6 +70,16 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
         "solar-open",
         "grok-2",
     ): (_QWEN2,),
+    ("qwen35",): (
+        _CASES
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+        + _SPACES,
+    ),
+    ("exaone-moe",): (
+        _CASES
+        + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
     ("minicpm5",): (r"\p{N}{1,3}", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|" + _REST),
     ("ufakzeka",): (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,),
     (
@@ -133,5 +143,7 @@ pieces that the previous expression made.
 llama.cpp's other rules are for architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
 """If a piece is a token, these rules keep it whole, without merges."""
+WITH_ESCAPED_SPACES = "[^\\n]+|[\\n]+"
+"""The rule of Gemma 4, whose files name it in ``tokenizer.ggml.model``."""
 BEGINS = {*_LLAMA3_NAMES, "tekken"}
 """Rules that begin a text with the BOS token, unless the file overrides it."""

@@ -21,7 +21,12 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile
-from eesd.model.gguf_pre_tokenizers import BEGINS, PRE_TOKENIZERS, WHOLE_PIECES
+from eesd.model.gguf_pre_tokenizers import (
+    BEGINS,
+    PRE_TOKENIZERS,
+    WHOLE_PIECES,
+    WITH_ESCAPED_SPACES,
+)
 from eesd.model.gguf_special import (
     CONTROL,
     CONTROL_NAMES,
@@ -35,6 +40,9 @@ from eesd.model.gguf_ties import check_ties, cuts
 
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "\u2581"
+"""The spelling of a space in SentencePiece vocabularies."""
+_TO_TEXT = (decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse())
 _SPM_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 
 
@@ -74,13 +82,16 @@ def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
         tokenizer = _sentencepiece(fields, vocabulary, special, added)
     elif kind == "gpt2":
         tokenizer = _byte_level(fields, vocabulary)
+    elif kind == "gemma4":
+        tokenizer = _escaped_spaces(fields, vocabulary)
     else:
-        raise ValueError(f"its kind is {shown(kind)}; supported are gpt2 and llama")
+        raise ValueError(f"its kind is {shown(kind)}; supported are gpt2, llama and gemma4")
     tokenizer.add_tokens(added)
     begin = fields.flag(
         "tokenizer.ggml.add_bos_token",
         sentencepiece or fields.raw.get("tokenizer.ggml.pre") in BEGINS,
     )
+    begin = begin or kind == "gemma4"  # whatever the file says
     end = fields.flag("tokenizer.ggml.add_eos_token")
     template = ["$A"]
     for wanted, name, place in ((begin, "bos_token", 0), (end, "eos_token", 2)):
@@ -120,6 +131,16 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
             "rule; if you know the right one, "
             "write it with: gguf-new-metadata --pre-tokenizer NAME IN OUT"
         )
+    merges = _merges(fields, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in WHOLE_PIECES))
+    cuts = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in PRE_TOKENIZERS[name]]
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(fields: Fields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     merges: dict[tuple[str, str], None] = {}
     for merge in values(fields, "merges", str):
         cut = merge.find(" ", 1)
@@ -127,11 +148,17 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
         if cut < 0 or not vocabulary.keys() >= {*pair, "".join(pair)}:
             raise ValueError(f"the merge {shown(merge)} is not one of tokens to a token")
         merges[pair] = None  # the first occurrence counts
-    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=name in WHOLE_PIECES))
-    cuts = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in PRE_TOKENIZERS[name]]
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
-    tokenizer.decoder = decoders.ByteLevel()
+    return list(merges)
+
+
+def _escaped_spaces(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
+    """Make the tokenizer of Gemma 4. Spaces are spelled as another character, and characters
+    without a token as bytes."""
+    model = models.BPE(vocabulary, _merges(fields, vocabulary), byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WITH_ESCAPED_SPACES), "isolated")
+    tokenizer.decoder = decoders.Sequence([*_TO_TEXT])
     return tokenizer
 
 
@@ -158,11 +185,11 @@ def _sentencepiece(
     )
     tokenizer = Tokenizer(model)
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", "\u2581")
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [*_TO_TEXT]
     tokenizer.normalizer = spaces
     if prefix:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer

@@ -51,6 +51,7 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
         {"add_bos_token": False, "add_eos_token": True},
         {"general.name": "A phi3"},
     ],
+    "gemma4": [{"add_bos_token": False}],
 }
 """For each ``tokenizer.ggml.model``, the metadata that affects token ids in addition to the
 rules."""
@@ -98,7 +99,7 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
         token for token in dict.fromkeys((*SPECIAL, *alphabet, *made["vocab"])) if "\0" not in token
     ]
     types = [
-        SPECIAL.get(token, 6 if kind == "llama" and token in alphabet else 1) for token in tokens
+        SPECIAL.get(token, 6 if kind != "gpt2" and token in alphabet else 1) for token in tokens
     ]
     found: dict[str, Any] = {
         "model": kind,
@@ -107,8 +108,9 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if kind == "gpt2":
-        return found | {"merges": [" ".join(merge) for merge in made["merges"]]}
+    if kind != "llama":
+        merges = [" ".join(merge) for merge in made["merges"]]
+        return found | {"merges": [merge for merge in merges if "\0" not in merge]}
     return found | {
         "scores": [-float(index) for index in range(len(tokens))],
         "unknown_token_id": 0,

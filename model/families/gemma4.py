@@ -21,10 +21,13 @@ from eesd.common.architecture import (
 )
 from eesd.common.checks import shown
 from eesd.common.geometry import FULL, Experts, Geometry, RopeScaling
-from eesd.model.experts import apart
-from eesd.model.families.gemma2 import GEMMA2, NAMES, take_cap
+from eesd.model.experts import GGUF_NAMES as GGUF_EXPERTS
+from eesd.model.experts import apart, gguf_counts
+from eesd.model.families.gemma2 import GEMMA2, GGUF_NAMES, NAMES, take_cap
 from eesd.model.family import (
     LAYER_TYPES,
+    Gguf,
+    GgufFields,
     Own,
     Sizes,
     Tensors,
@@ -40,6 +43,7 @@ from eesd.model.fields import Fields
 
 FULL_THETA = 1e6
 LOCAL_THETA = 10000.0
+_ROTATED = "rope.dimension_count_swa"
 WHOLE_NAMES = {
     "embed_tokens_per_layer": INPUTS,
     "per_layer_model_projection": INPUT_PROJECTION,
@@ -65,6 +69,24 @@ VECTORS = {
     "experts.down_proj": "mlp.experts.down_proj",
 }
 """Tensors of blocks whose names do not end in ``.weight``."""
+
+
+GGUF_PARTS = {
+    "per_layer_token_embd.weight": f"{INPUTS}.weight",
+    "per_layer_model_proj.weight": f"{INPUT_PROJECTION}.weight",
+    "per_layer_proj_norm.weight": f"{INPUT_NORM}.weight",
+    "inp_gate": "input_gate_proj",
+    "proj": "input_out_proj",
+    "post_norm": "input_norm",
+    "layer_output_scale": LAYER_SCALE,
+    "post_ffw_norm_1": MLP_NORM,
+    "pre_ffw_norm_2": EXPERTS_NORM,
+    "post_ffw_norm_2": MIXED_NORM,
+    "ffn_gate_inp": ROUTER,
+    "ffn_gate_inp.scale": f"{ROUTER_NORM}.weight",
+    "ffn_down_exps.scale": f"{EXPERT_SCALES}.weight",
+}
+"""llama.cpp's names."""
 
 
 class _Heads(NamedTuple):
@@ -232,6 +254,57 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return apart(renamed(found, BLOCK_NAMES), geometry)
 
 
+def _of_gguf(own: GgufFields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields. Files list some sizes by layer, and lack the values that equal keys."""
+    layers = raw["num_hidden_layers"]
+    slides = own.take("attention.sliding_window_pattern")
+    size = own.integer("attention.key_length_swa")
+    same = [own.integer(key, size) for key in ("attention.value_length_swa", _ROTATED)]
+    if not isinstance(slides, list) or len(slides) != layers or same != [size, size]:
+        raise ValueError(
+            "attention.sliding_window_pattern must have an entry for each layer, and the keys and "
+            f"values of layers with a window must have {_ROTATED} values"
+        )
+    heads = own.take("attention.head_count_kv")
+    counts = dict(zip(slides, heads, strict=True)) if isinstance(heads, list) else {}
+    shared = own.integer("attention.shared_kv_layers", 0, least=0)
+    mixed = bool(own.integer("expert_count", 0, least=0))
+    found = {
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": raw["rope_theta"]} | (raw["rope_scaling"] or {}),
+            "sliding_attention": {"rope_theta": own.number("rope.freq_base_swa", LOCAL_THETA)},
+        },
+        "layer_types": [LAYER_TYPES[bool(one)] for one in slides],
+        "sliding_window": own.integer("attention.sliding_window"),
+        "head_dim": size,
+        "global_head_dim": raw["head_dim"],
+        "num_key_value_heads": counts.get(True, raw["num_key_value_heads"]),
+        "num_global_key_value_heads": counts.get(False, raw["num_key_value_heads"]),
+        "attention_k_eq_v": any(
+            f"blk.{layer}.attn_k.weight" in own.tensors
+            and f"blk.{layer}.attn_v.weight" not in own.tensors
+            for layer in range(layers)
+        ),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": own.integer("embedding_length_per_layer_input", 0, least=0),
+        "vocab_size_per_layer_input": raw["vocab_size"],
+        "final_logit_softcapping": own.number("final_logit_softcapping", 30.0),  # as in llama.cpp
+        "enable_moe_block": mixed,
+    }
+    widths = own.take("feed_forward_length")
+    if isinstance(widths, list):
+        width = Fields({"feed_forward_length": widths[0]}).integer("feed_forward_length")
+        if widths != [width] * (layers - shared) + [2 * width] * shared:
+            raise ValueError("feed_forward_length must double where layers share keys and values")
+        found |= {"intermediate_size": width, "use_double_wide_mlp": True}
+    if mixed:
+        counted = gguf_counts(own, expert_feed_forward_length="moe_intermediate_size")
+        found |= counted | {"top_k_experts": counted["num_experts_per_tok"]}
+    return found
+
+
 GEMMA4 = replace(
     GEMMA2,
     model_type="gemma4_text",
@@ -241,6 +314,13 @@ GEMMA4 = replace(
     rope_fields=_rope_fields,
     own=_own,
     tensors=_tensors,
-    gguf=None,
+    gguf=Gguf(
+        "gemma4",
+        GGUF_NAMES | GGUF_EXPERTS | GGUF_PARTS,
+        fields=_of_gguf,
+        tensors=apart,
+        heads_by_layer=2,
+        optional=("feed_forward_length",),
+    ),
     by_layer=True,
 )

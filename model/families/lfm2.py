@@ -164,7 +164,7 @@ LFM2 = Family(
     activation=("", "silu"),
     own=_own,
     tensors=_tensors,
-    gguf=Gguf("lfm2", fields=_of_gguf, tensors=_of_gguf_tensors, heads_by_layer=True),
+    gguf=Gguf("lfm2", fields=_of_gguf, tensors=_of_gguf_tensors, heads_by_layer=1),
 )
 LFM2_MOE = replace(
     LFM2,

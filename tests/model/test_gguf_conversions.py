@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.command import export_engine
 from support.gguf_converter import Changed, Conversion, convert, random_model, unchanged
+from support.gguf_files import VOCABULARY
 from support.tiny_checkpoints import decoder_logits
 from support.without_operators import float32_activations
 
@@ -66,6 +67,13 @@ def whole_norms(name: str, tensor: torch.Tensor, config: Any) -> Changed:
         return {f"{prefix}_qkv.weight": torch.cat(joint), f"{prefix}_z.weight": gates}
     if not module and name.endswith("norm.weight"):
         return {name: tensor + 1}
+    return unchanged(name, tensor, config)
+
+
+def gemma4(name: str, tensor: torch.Tensor, config: Any) -> Changed:
+    """Gemma 4: All names end in ``.weight``, and the parts of experts stay joined."""
+    if name.endswith((".layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+        return {f"{name}.weight": tensor}
     return unchanged(name, tensor, config)
 
 
@@ -134,6 +142,87 @@ QWEN35_MOE = replace(
 )
 
 
+LATER: dict[str, Any] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 5,
+    "rms_norm_eps": 1e-3,
+    "final_logit_softcapping": 9.0,
+    "vocab_size_per_layer_input": len(VOCABULARY),
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 5000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+OF_LATER: dict[str, Any] = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 8,
+    "rope.freq_base": 5000.0,
+    "rope.freq_base_swa": 100.0,
+    "attention.sliding_window": 5,
+    "attention.sliding_window_pattern": [True, False, False],
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "final_logit_softcapping": 9.0,
+}
+INPUTS = Conversion(
+    "gemma4",
+    "gemma4_text",
+    SIZES
+    | LATER
+    | {
+        "hidden_size_per_layer_input": 4,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+    },
+    OF_LATER
+    | {
+        "embedding_length_per_layer_input": 4,
+        "attention.shared_kv_layers": 1,
+        "feed_forward_length": [44, 44, 88],
+    },
+    gemma4,
+    extra={"rope_freqs.weight": torch.tensor([1.0, 1.0, *[1e30] * 6])},
+    names={
+        ".router.scale": "blk.{layer}.ffn_gate_inp.scale",
+        ".router.per_expert_scale": "blk.{layer}.ffn_down_exps.scale",
+    },
+)
+MIXED = replace(
+    INPUTS,
+    options=SIZES
+    | LATER
+    | {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
+    metadata=OF_LATER
+    | {
+        "attention.head_count_kv": [2, 1, 1],
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 20,
+    },
+)
+
+
 def with_drafter(conversion: Conversion, *lists: str) -> Conversion:
     """Return the model with one more block, which belongs to its drafter. ``lists`` are keys with a
     value for each block."""
@@ -150,6 +239,8 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "qwen3next": NEXT,
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
+    "gemma4, inputs of layers": INPUTS,
+    "gemma4, experts": MIXED,
     "qwen35moe, with a drafter": with_drafter(QWEN35_MOE, "attention.recurrent_layers"),
 }
 
@@ -182,6 +273,23 @@ LEVELS = {
             metadata={**QWEN35.metadata, "ssm.inner_size": 768, "rope.dimension_count": 64},
         ),
         {"ssm_out": "Q4_K", "ffn_down": "Q6_K", "attn_": "Q8_0", "ffn_": "Q8_0"},
+    ),
+    "gemma4": (
+        replace(
+            INPUTS,
+            options={
+                **INPUTS.options,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "hidden_size_per_layer_input": 32,
+            },
+            metadata={
+                **INPUTS.metadata,
+                "embedding_length_per_layer_input": 32,
+                "feed_forward_length": [64, 64, 128],
+            },
+        ),
+        {"attn_": "Q4_0", "ffn_": "Q4_1", "proj": "Q8_0", "inp_gate": "Q8_0", "per_layer": "Q8_0"},
     ),
 }
 

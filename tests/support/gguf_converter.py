@@ -87,8 +87,8 @@ def convert(
     """Write a model to a file. ``types`` has types of matrices by parts of their names in the file.
     Such matrices have other random values than the model's."""
     config = model.config
-    sizes = {key: getattr(config, name, None) for key, name in _SIZES.items()}
-    rope = getattr(config, "rope_parameters", None) or {}
+    sizes = {key: conversion.options.get(name) for key, name in _SIZES.items()}
+    rope = conversion.options.get("rope_parameters", {})
     own = sizes | {"rope.freq_base": rope.get("rope_theta")} | dict(conversion.metadata)
     metadata = {f"{conversion.architecture}.{key}": value for key, value in own.items()}
     writer = gguf.GGUFWriter(path, conversion.architecture)

@@ -178,7 +178,7 @@ def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
         ("gpt2", {"pre": "gemma4"}, ("'gemma4'",)),
         ("gpt2", {"pre": 5}, ("pre is 5", "string")),
         ("gpt2", {"pre": None}, ("pre is None", "gguf-new-metadata")),
-        ("gpt2", {"model": "bert"}, ("'bert'", "gpt2 and llama")),
+        ("gpt2", {"model": "bert"}, ("'bert'", "gpt2, llama and gemma4")),
         ("gpt2", {"merges": ["a d"]}, ("'a d'", "tokens to a token")),
         ("gpt2", {"merges": ["ab"]}, ("'ab'", "tokens to a token")),
         ("gpt2", {"merges": 3}, ("merges", "list of str")),
