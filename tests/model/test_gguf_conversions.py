@@ -282,6 +282,7 @@ LEVELS = {
                 "hidden_size": 64,
                 "intermediate_size": 64,
                 "hidden_size_per_layer_input": 32,
+                "tie_word_embeddings": False,
             },
             metadata={
                 **INPUTS.metadata,
@@ -300,7 +301,8 @@ def test_an_export_of_levels_generates_the_tokens_of_the_decoder(tmp_path: Path,
     path = convert(tmp_path / "model.gguf", conversion, random_model(conversion), types)
     checkpoint = Checkpoint(path)
     assert len({*checkpoint.own_levels.values()}) == len({*types.values()})
-    plans = export_engine(path, tmp_path / "plans", "--max-seq-len", 64)
+    options = ("--max-seq-len", 64, "--max-tree-nodes", 4)
+    plans = export_engine(path, tmp_path / "plans", *options)
     engines = eesd.load(plans, activations=float32_activations("ort"))
     found = engines.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     tokens = list(PROMPT)
