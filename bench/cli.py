@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
-from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
 from eesd.bench.replay.traces import (
     TRACE_FILE,
     TUNING_TRACE_FILE,
@@ -29,8 +27,7 @@ from eesd.bench.report.markdown import write_report
 from eesd.common import cli
 from eesd.common.charts import check_charts
 from eesd.common.errors import EESDError
-from eesd.controllers import make_controller
-from eesd.runtime.decoding.drafting import DRAFTERS, Speculation
+from eesd.runtime.decoding.drafting import DRAFTERS
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
@@ -304,47 +301,6 @@ def simulate(
     output.mkdir(parents=True, exist_ok=True)
     simulation.save(result)
     show_report([], [simulation], result)
-
-
-@main.command(context_settings=cli.HELP)
-@click.option(
-    "--trace",
-    type=cli.PATH,
-    help="Trace recorded by simulate --engine-dir, to use instead of synthetic texts.",
-)
-@click.option(
-    "--costs",
-    help=(
-        f"Cost model: {', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, or measured "
-        "with --trace]"
-    ),
-)
-@click.option("--controller", default=Speculation().controller, help="Controller and its options.")
-@click.option(
-    "--starts",
-    type=click.IntRange(1, 10_000),
-    default=200,
-    help="Number of processes for each head and machine.",
-)
-def starts(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
-    """Simulate new processes on a machine with noise, load, stalls and a burst, and print the time
-    that drafting costs them."""
-    make_controller(controller)
-    recorded = load_trace(trace) if trace else None
-    name = costs or (MEASURED if recorded else "4bit")
-    if recorded is None and name == MEASURED:
-        raise EESDError(
-            f"Only a --trace has measured costs; give --costs with one of {', '.join(COST_MODELS)}."
-        )
-    model = find_costs([name], recorded).get(name) or COST_MODELS[name]
-    heads = {"recorded": recorded} if recorded else HEADS
-    click.echo("worst / 5 % / median of each")
-    for head, machine in product(heads, MACHINES):
-        click.echo(
-            table(
-                head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]
-            )
-        )
 
 
 @main.command(context_settings=cli.HELP)

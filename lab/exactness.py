@@ -8,6 +8,7 @@ batches with and without kept prefixes. All logits after each committed token ar
 batch, the tokens and their most likely alternatives are compared, with log-probabilities. Prompts
 are random tokens, so every part of the vocabulary occurs."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +18,9 @@ from typing import Any
 import click
 import numpy as np
 
-from eesd.bench.measure.results import describe_machine, read_json, shown_machine, write_json
+from eesd.bench.measure.results import describe_machine, read_json, shown_machine
 from eesd.common.cli import OUTPUT, PATH, command
+from eesd.common.files import written_whole
 from eesd.common.manifest import load_manifest
 from eesd.common.markdown import table
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
@@ -344,14 +346,10 @@ def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: P
     for directory in directories:
         rows += check_directory(directory, backend, new_tokens, report)
         if output is not None:
-            write_json(
-                output,
-                {
-                    "kind": KIND,
-                    "machine": describe_machine(),
-                    "rows": [asdict(row) for row in rows],
-                },
-            )
+            found = [asdict(row) for row in rows]
+            value = {"kind": KIND, "machine": describe_machine(), "rows": found}
+            with written_whole(output) as temporary:
+                temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
     texts, wrong = totals(rows)
     click.echo(f"{texts} texts compared, {wrong} differ")
 

@@ -25,7 +25,6 @@ from eesd.bench.measure.resumable import announce_resume, run_with_progress
 from eesd.bench.measure.run import Bench, Generation, rotated
 from eesd.bench.measure.tasks import read_texts
 from eesd.bench.replay.costs import COST_MODELS
-from eesd.bench.replay.counted import CountedClock
 from eesd.common import cli
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
@@ -34,6 +33,7 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, default_threads
 from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.prefix_cache import PrefixCache
+from lab.counted import CountedClock
 from lab.exactness import open_with
 from lab.spec_bench_table import PLAIN, Answer, Result, markdown
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap, bootstrap_ratio
+from eesd.bench.measure.stats import Interval, bootstrap, bounds, resampled
 from eesd.bench.replay.costs import COST_MODELS, CostModel
 from eesd.common.markdown import table
 
@@ -116,10 +118,11 @@ Pairs = Sequence[tuple[Answer, Answer]]
 
 def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
     """Return the seconds of plain decoding divided by those of drafting, where both are summed over
-    the questions."""
-    return bootstrap_ratio(
-        [seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs]
-    )
+    the questions. The interval is paired."""
+    above, below = np.array([[seconds(one) for one in pair] for pair in pairs]).T
+    chosen = resampled(len(pairs))
+    samples = above[chosen].sum(1) / below[chosen].sum(1)
+    return Interval(float(above.sum() / below.sum()), *bounds(samples))
 
 
 def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:

@@ -81,24 +81,18 @@ class ChatTemplate:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise EESDError("There is no chat message; give a list of at least one.")
         conversation = [_checked(message, number) for number, message in enumerate(messages, 1)]
-        plain_tools = (
-            None
-            if tools is None
-            else [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
-        )
+        if tools is not None:
+            tools = [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
         with refused(lambda error: f"The chat template refuses these messages: {reason(error)}."):
             code, reads_parts, _ = self._compiled
-            seen = (
-                conversation
-                if reads_parts
-                else [_without_parts(message) for message in conversation]
-            )
+            if not reads_parts:
+                conversation = [_without_parts(message) for message in conversation]
             return self._run(
                 code,
                 {
                     **variables,
-                    "messages": seen,
-                    "tools": plain_tools,
+                    "messages": conversation,
+                    "tools": tools,
                     "add_generation_prompt": answer,
                 },
             )
@@ -171,7 +165,7 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
-            return value if type(value) is kind else getattr(kind, f"__{kind.__name__}__")(value)
+            return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str.__str__(key): _plain(item, name, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

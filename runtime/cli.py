@@ -109,9 +109,8 @@ loading_options = cli.options(
 """Command-line options for loading engines; see :func:`load_as_asked`."""
 
 
-def speculation_of(options: dict[str, Any]) -> Speculation:
-    """Return the drafting options of a command. The command may or may not have the option
-    ``--no-draft``.
+def speculation_of(options: dict[str, Any]) -> Speculation | None:
+    """Return the drafting options of a command, or None with ``--no-draft``.
 
     Raises:
         EESDError: A value cannot be used, or ``--no-draft`` is given together with an option that
@@ -121,9 +120,10 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
         raise EESDError("--compare needs drafting; leave --no-draft out.")
     names = ("drafter", "controller", "tree")
     seed = options.get("seed", Speculation.seed)
-    return Speculation(
+    speculation = Speculation(
         guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names}
     )
+    return None if options["no_draft"] else speculation
 
 
 @cli.command()
@@ -325,7 +325,9 @@ def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None
         )
 
 
-def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
+def load_as_asked(
+    engine_dir: Path, options: dict[str, Any], speculation: Speculation | None
+) -> LLM:
     """Load an engine directory with the options that commands share."""
     names = (
         "backend",
@@ -338,7 +340,7 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
         "plain_content",
     )
     given = {name: options[name] for name in names if name in options}
-    return load(engine_dir, speculation=None if options["no_draft"] else speculation, **given)
+    return load(engine_dir, speculation=speculation, **given)
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:

@@ -103,7 +103,8 @@ class LogitRecord:
 
     def _keep(self, row: Logits) -> None:
         whole = self._whole and self._kept + row.nbytes <= KEPT_BYTES
-        self._kept += row.nbytes if whole else 0
+        if whole:
+            self._kept += row.nbytes
         self._rows.append(row.copy() if whole else _hash(row))
 
     def _compare(self, reference: "LogitRecord", row: Logits) -> None:

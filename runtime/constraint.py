@@ -276,10 +276,9 @@ def with_answer(grammar: str, answer: GrammarConstraint, llm: LLM) -> GrammarCon
     Raises:
         EESDError: The grammar has a mistake, or exceeds a limit.
     """
-    is_json = answer.grammar.startswith("{")
-    parts = (
-        json.loads(answer.grammar)["grammars"] if is_json else [{"lark_grammar": answer.grammar}]
-    )
+    parts = [{"lark_grammar": answer.grammar}]
+    if answer.grammar.startswith("{"):
+        parts = json.loads(answer.grammar)["grammars"]
     parts = [{"lark_grammar": grammar}, {**parts[0], "name": "answer"}, *parts[1:]]
     made = of_grammar(json.dumps({"grammars": parts}), llm)
     made.ignored |= answer.ignored

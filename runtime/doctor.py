@@ -80,8 +80,11 @@ def engines(directory: Path) -> dict[str, str]:
         "files": f"as written, by samples; eesd-inspect {directory} --verify hashes them whole",
     }
     build = find_build(directory, manifest)
-    found |= {"build for the CPU": describe_build(build)} if build else {}
-    return found | ({"note": opened.notice} if opened.notice else {})
+    if build:
+        found["build for the CPU"] = describe_build(build)
+    if opened.notice:
+        found["note"] = opened.notice
+    return found
 
 
 def packages() -> dict[str, str]:

@@ -114,8 +114,7 @@ def completion_of(updates: Sequence[Update], request: Request) -> Completion:
     reason."""
     outputs = [output for update in updates for output in update.tokens]
     last = updates[-1]
-    of_prompt = [update.prompt_logprobs for update in updates]
-    prompt = next((list(given) for given in of_prompt if given is not None), None)
+    prompt = next((list(one.prompt_logprobs) for one in updates if one.prompt_logprobs), None)
     return Completion(
         "".join(output.text for output in outputs) + last.held,
         [output.token for output in outputs],
@@ -250,10 +249,9 @@ class LLM:
         # These files are read now because the directory may later be exported again with another
         # tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
-        has_tokenizer = (directory / "tokenizer.json").exists()
-        self._codec = (
-            TextCodec(directory, manifest.max_seq_len, plain_content) if has_tokenizer else None
-        )
+        self._codec: TextCodec | None = None
+        if (directory / "tokenizer.json").exists():
+            self._codec = TextCodec(directory, manifest.max_seq_len, plain_content)
         self.lock = RLock()
         self._idle: list[KVCache] = []
         self._ended: deque[tuple[Session, PrefixCache]] = deque()

@@ -104,11 +104,10 @@ class PrefixCache:
         """Drop blocks until ``size`` bytes are free. Return False if only blocks that were used at
         the time ``now`` are left."""
         while self.bytes_used + size > self._capacity:
-            ends = [
-                block
-                for block in self._blocks(self._root)
-                if not block.following and block.used < now
-            ]
+            blocks = [*self._root.following.values()]
+            for block in blocks:  # the list grows while it is read
+                blocks += block.following.values()
+            ends = [block for block in blocks if not block.following and block.used < now]
             if not ends:
                 return False
             for oldest in sorted(ends, key=lambda block: block.used)[: max(len(ends) // 4, 1)]:
@@ -117,19 +116,10 @@ class PrefixCache:
                 self.bytes_used -= oldest.values.nbytes
         return True
 
-    def _blocks(self, block: _Block) -> list[_Block]:
-        """Return all descendants of a block."""
-        found = []
-        waiting = [*block.following.values()]
-        while waiting:
-            found.append(waiting.pop())
-            waiting += found[-1].following.values()
-        return found
-
 
 def _keys(tokens: Sequence[int], salt: str) -> list[Key]:
     """Return the keys of a text's whole blocks. The first key includes the salt."""
     found: list[Key] = [
         tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)
     ]
-    return [(salt, *found[0]), *found[1:]] if found else []
+    return [*((salt, *key) for key in found[:1]), *found[1:]]

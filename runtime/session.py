@@ -25,6 +25,7 @@ from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.drafting import Drafting
 from eesd.runtime.decoding.round import Observer, TokenSequence, run_round
 from eesd.runtime.decoding.samplers import make_sampler
+from eesd.runtime.decoding.sampling import normalize
 from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
@@ -275,11 +276,12 @@ class Session(TokenSequence):
 
     def last_update(self, reason: str, error: str | None = None) -> Update:
         """The final update of a request that ended between rounds."""
-        held = self._text.finish() if self._text else ""
-        stats = replace(self.stats)
-        cached = self.cached_tokens
         return Update(
-            held=held, finish_reason=reason, error=error, cached_tokens=cached, stats=stats
+            held=self._text.finish() if self._text else "",
+            finish_reason=reason,
+            error=error,
+            cached_tokens=self.cached_tokens,
+            stats=replace(self.stats),
         )
 
     def _observe(self, tokens: Sequence[int], logits: Logits) -> None:
@@ -294,9 +296,7 @@ def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogp
     The logits [n, V] are those after the previous token."""
     found = []
     for token, row in zip(tokens, logits, strict=True):
-        scores = row.astype(np.float64)
-        scores -= scores.max()
-        scores -= np.log(np.exp(scores).sum())
+        scores = normalize(row.astype(np.float64))
         best = np.argpartition(-scores, min(top, len(scores) - 1))[:top]
         best = best[np.lexsort((best, -scores[best]))]
         found.append(

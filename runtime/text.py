@@ -77,17 +77,13 @@ class TextCodec:
             for name in SPECIAL_TOKENS
             if config.get(name) is not None
         }
-        self.chat_template = ChatTemplate(named["default"], tokens) if "default" in named else None
-        self.tool_template = (
-            ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
-        )
-        self.plain = (
-            PlainContent(self.tokenizer, self._read)
-            if plain_content and self.chat_template
-            else None
-        )
-        for template in (self.chat_template, self.tool_template):
-            if self.plain is not None and template is not None:
+        templates = {name: ChatTemplate(source, tokens) for name, source in named.items()}
+        self.chat_template = templates.get("default")
+        self.tool_template = templates.get("tool_use", self.chat_template)
+        self.plain: PlainContent | None = None
+        if plain_content and self.chat_template:
+            self.plain = PlainContent(self.tokenizer, self._read)
+            for template in templates.values():
                 self.plain.check(template)
 
     def encode(
@@ -102,11 +98,9 @@ class TextCodec:
         if isinstance(prompt, str):
             return self.ids(prompt, special=True)
         render = partial(self.render, answer=answer, variables=variables)
-        return (
-            self.ids(render(prompt, tools), special=False)
-            if self.plain is None
-            else self.plain.read(render, prompt, tools)
-        )
+        if self.plain is not None:
+            return self.plain.read(render, prompt, tools)
+        return self.ids(render(prompt, tools), special=False)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
@@ -196,10 +190,11 @@ def _templates(path: Path, template: Any) -> dict[str, str]:
 
 def _content(path: Path, name: str, token: Any) -> str:
     """Return the text of a special token, which is stored as a text or as an object."""
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
         raise EESDError(f"{path} has a {name} that is not text; {_REMEDY}.")
-    return content
+    return token
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")

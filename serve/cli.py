@@ -73,7 +73,8 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
         several = getattr(known[name], "multiple", False)
         if isinstance(value, dict) or (isinstance(value, list) and not several):
             raise EESDError(f"{path}: {name} must be a single value; see eesd-serve --help.")
-        given[name] = [value] if several and not isinstance(value, list) else value
+        if several and not isinstance(value, list):
+            given[name] = [value]
     ctx.default_map = {str(known[name].name): value for name, value in given.items()}
 
 
@@ -227,13 +228,13 @@ def main(host: str, port: int, **options: Any) -> None:
 
 
 def _write_triton_repository(
-    options: dict[str, Any], batch: BatchOptions, speculation: Speculation
+    options: dict[str, Any], batch: BatchOptions, speculation: Speculation | None
 ) -> None:
     given = {one.name: options[one.name] for one in fields(Settings) if one.name in options}
     given |= {
         "engine_dir": engine_dir_of(options),
         "batch": batch,
-        "speculation": None if options["no_draft"] else speculation,
+        "speculation": speculation,
     }
     directory = write_triton_repository(
         output=options["triton_repo"], name=(*options["model_name"], "eesd")[0], **given

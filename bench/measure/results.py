@@ -334,9 +334,3 @@ def read_json(path: Path) -> Any:
     """Return the JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file
     is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value. The file is written completely or not at all."""
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")

@@ -41,13 +41,3 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
     return Interval(
         float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1))
     )
-
-
-def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Return the ratio of two sums over the same prompts, and its paired interval over prompts."""
-    over = np.asarray(above)
-    under = np.asarray(below)
-    chosen = resampled(len(over))
-    return Interval(
-        float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1))
-    )

@@ -154,7 +154,9 @@ def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel
             raise EESDError(
                 f"There are no costs {name!r}; there are {', '.join((MEASURED, *COST_MODELS))}."
             )
-        costs = COST_MODELS[name] if name != MEASURED else trace.costs if trace else None
+        costs = trace and trace.costs
+        if name != MEASURED:
+            costs = COST_MODELS[name]
         if trace and costs is None:
             raise EESDError(
                 "The trace has no measured costs; give --costs with one of "

@@ -128,8 +128,8 @@ class Trace:
             "format": FORMAT,
             "origin": self.origin,
             "tasks": [request.task for request in self.requests],
-            "costs": self.costs.to_dict() if self.costs else None,
-            "prior": asdict(self.prior) if self.prior else None,
+            "costs": self.costs and self.costs.to_dict(),
+            "prior": self.prior and asdict(self.prior),
         }
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(request, name) for request in self.requests])
@@ -159,12 +159,12 @@ def load_trace(path: Path) -> Trace:
         requests = tuple(
             TracedRequest(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True)
         )
-        costs = CostModel.from_dict(meta["costs"]) if meta["costs"] else None
+        costs = meta["costs"] and CostModel.from_dict(meta["costs"])
         return Trace(
             requests,
             meta["origin"],
             costs,
-            from_json(CalibrationPrior, meta["prior"]) if meta["prior"] else None,
+            meta["prior"] and from_json(CalibrationPrior, meta["prior"]),
         )
     except FileNotFoundError:
         raise EESDError(f"There is no trace {path}; record one first.") from None
@@ -358,5 +358,5 @@ def _origin(
     return (
         bench.describe()
         | chosen
-        | {"depth": depth, "prompts": digest, "prior": asdict(prior) if prior else None}
+        | {"depth": depth, "prompts": digest, "prior": prior and asdict(prior)}
     )

@@ -48,7 +48,10 @@ def _label(summary: Summary, several: bool) -> str:
     """Return the name of a configuration. It differs from all other names in the chart."""
     c = summary.configuration
     parts = [c.sampling, "chain" if c.width == 1 else f"tree of {c.width}"]
-    parts += ["budget"] if c.budget else []
-    parts += [str(c.controller)] if c.controller != DEFAULT_CONTROLLER else []
-    parts += [c.engine] if several else []
+    if c.budget:
+        parts.append("budget")
+    if c.controller != DEFAULT_CONTROLLER:
+        parts.append(str(c.controller))
+    if several:
+        parts.append(c.engine)
     return ", ".join(parts)

@@ -218,15 +218,10 @@ class _Section:
         for t in self.result.tunings:
             tried = ", ".join(spec.partition(":")[2].partition("=")[2] for spec in t.seconds)
             rows.append([t.sampling, _width(t.width), f"`{t.chosen}`", tried])
-        return (
-            [
-                "### Tuned controllers",
-                "",
-                *table(["sampling", "draft", "chosen", "candidates"], rows),
-            ]
-            if rows
-            else []
-        )
+        if not rows:
+            return []
+        columns = ["sampling", "draft", "chosen", "candidates"]
+        return ["### Tuned controllers", "", *table(columns, rows)]
 
     def _call_costs(self) -> list[str]:
         """Return a table of the costs of draft steps, verify passes and prefill. They are those of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
@@ -17,7 +18,6 @@ from eesd.bench.measure.run import rotated
 from eesd.bench.measure.stats import bootstrap
 from eesd.common.errors import EESDError
 from eesd.common.markdown import table
-from eesd.common.outputs import scratch_directory
 from lab.peers.contestants import EESD, LLAMA_CPP, Contestant
 from lab.peers.process import Process
 
@@ -134,8 +134,8 @@ def measure(
     slots = (
         max(*result.options["behind"], result.options["prompt"]) + max(result.options["rows"]) + 1
     )
-    with scratch_directory("eesd-peaks") as scratch:
-        program = _compiled(scratch)
+    with TemporaryDirectory(prefix="eesd-peaks-") as scratch:
+        program = _compiled(Path(scratch))
         for threads in result.options["threads"]:
             with ExitStack() as stack:
                 running: dict[str, Process] = {}

@@ -3,13 +3,13 @@ the agreement of the most likely token."""
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
-from eesd.common.outputs import scratch_directory
 from lab.peers.contestants import EESD, F32, Contestant
 from lab.peers.process import PeerError, Process
 from lab.peers.results import Quality
@@ -98,8 +98,8 @@ def measure_quality(
     waiting = [c for c in contestants if c.is_plain and c.name not in done]
     if not waiting:
         return
-    with scratch_directory("eesd-peers") as scratch:
-        files = [scratch / f"reference-{index}.npy" for index in range(len(windows))]
+    with TemporaryDirectory(prefix="eesd-peers-") as scratch:
+        files = [Path(scratch, f"reference-{index}.npy") for index in range(len(windows))]
         try:
             with start(reference) as process:
                 for window, file in zip(windows, files, strict=True):
@@ -113,7 +113,9 @@ def measure_quality(
                 with start(contestant) as process:
                     report(
                         contestant.name,
-                        _judged(contestant.name, process, windows, files, scratch / "other.npy"),
+                        _judged(
+                            contestant.name, process, windows, files, Path(scratch, "other.npy")
+                        ),
                     )
             except PeerError as error:
                 report(contestant.name, str(error))

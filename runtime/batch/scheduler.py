@@ -446,7 +446,8 @@ class Scheduler:
     def _leave(self, row: Session, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
         kv_cache = row.close()
-        self._last_alone = None if self._last_alone is row else self._last_alone
+        if self._last_alone is row:
+            self._last_alone = None
         if has_cache:
             self._give_back(kv_cache)
 

@@ -15,7 +15,7 @@ class Terms:
 
     ``stake`` and ``allowance`` set the limit. A drafter that does not pay loses about one step at
     first, and then half a percent of the time. The other terms keep losses from measurement errors
-    within this limit. ``eesd-bench starts`` simulates processes on disturbed machines. With these
+    within this limit. ``lab/starts.py`` simulates processes on disturbed machines. With these
     values, a drafter that pays is never locked out there, and any other drafter soon stops
     (decision 0086).
 

@@ -307,7 +307,6 @@ class Round:
         the last level decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
-        controller = self.drafter.controller
         self.draft_seconds += seconds
         for row in range(outputs.levels):
             step = self._grow(outputs, row)
@@ -315,7 +314,7 @@ class Round:
             if step is None:
                 break
             if tree.frontier[0].depth < self.most_depth and len(tree.nodes) <= self.most_nodes:
-                self.wants_more = controller.keep_drafting(step)
+                self.wants_more = self.drafter.controller.keep_drafting(step)
 
     def complete(self, share: Share | None = None) -> Call:
         """End the draft, choose the nodes to verify, and return the verify call.
@@ -434,8 +433,7 @@ class Round:
         most = min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
         if best.candidates or most <= 0:
             return
-        sequence = self.sequence
-        more = sequence.index.propose(sequence.tokens, most, text, best.path())
+        more = self.sequence.index.propose(self.sequence.tokens, most, text, best.path())
         if joins:
             tree.join(best, more.tokens, more.chances, TEXT)
         elif more.tokens:

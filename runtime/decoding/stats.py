@@ -6,6 +6,14 @@ from typing import Any
 
 from eesd.controllers.base import TEXT, RoundOutcome
 
+BY_DEPTH = (
+    "verified_at_depth",
+    "accepted_at_depth",
+    "text_verified_at_depth",
+    "text_accepted_at_depth",
+)
+"""The lists of :class:`Stats` with a number for each depth."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
@@ -127,10 +135,8 @@ class Stats:
         stats.accepted_tokens += result.num_accepted
         stats.accepted_text_tokens += result.sources.count(TEXT)
         more = [0] * (result.levels - len(self.verified_at_depth))
-        stats.verified_at_depth = [*self.verified_at_depth, *more]
-        stats.accepted_at_depth = [*self.accepted_at_depth, *more]
-        stats.text_verified_at_depth = [*self.text_verified_at_depth, *more]
-        stats.text_accepted_at_depth = [*self.text_accepted_at_depth, *more]
+        for name in BY_DEPTH:
+            setattr(stats, name, getattr(self, name) + more)
         # The draft token at the depth of the bonus token was judged, too, and it is wrong.
         for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1

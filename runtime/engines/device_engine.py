@@ -575,10 +575,9 @@ def make_engines(
     Returns:
         The verify engine and the draft engine.
     """
-    default_chunk = manifest.gpu_prefill_chunk
+    chunk = prefill_chunk or manifest.gpu_prefill_chunk
     if not pad:
-        default_chunk = min(PREFILL_CHUNK, manifest.max_seq_len)
-    chunk = prefill_chunk or default_chunk
+        chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
     engine = partial(
         DeviceEngine,
         manifest,

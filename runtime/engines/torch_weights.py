@@ -263,9 +263,9 @@ def _load_weights(
                 found = _load_weight(
                     as_stored, stored, files, kernels and as_stored.keeps_levels(ranks)
                 )
-                weights[name] = (
-                    found if split is None else _own_part(weight, found, manifest, split)
-                )
+                if split is not None:
+                    found = _own_part(weight, found, manifest, split)
+                weights[name] = found
         if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
@@ -344,8 +344,10 @@ def _stored_levels(
     kind = quantization.weights
     shape = weight.scales_shape
     types = {SCALES: weight.scales_dtype}
-    types |= {ZEROS: kind} if quantization.zero_points else {}
-    types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
+    if quantization.zero_points:
+        types[ZEROS] = kind
+    if quantization.minimums:
+        types[MINIMUMS] = weight.scales_dtype
     parts = {
         suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files)
         for suffix, dtype in types.items()

@@ -64,7 +64,7 @@ def as_chat(body: PromptBody) -> ChatBody:
         **shared,
         "messages": [*_system(body.system), *messages],
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": _choice(choice) if choice else None,
+        "tool_choice": choice and _choice(choice),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "continue_final_message": goes_on or None,
     }

@@ -48,7 +48,8 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
         for name, kind in _FIELDS.items()
         if body.get(name) not in (None, "")
     ]
-    asked += [("json", _OBJECT, False)] if body.get("guided_json_object") is True else []
+    if body.get("guided_json_object") is True:
+        asked.append(("json", _OBJECT, False))
     asked += _of_format(body.get("format"))
     asked += _of_structured_outputs(body.get("structured_outputs"))
     if len(asked) > 1:

@@ -48,17 +48,14 @@ class ThinkParser:
             self._state = "thinking"
         if self._state == "thinking":
             thought, mark, rest = self._held.partition(END)
+            self._held = rest
             if mark:
-                self._held = rest
+                thought = thought.rstrip(BLANKS)
                 self._state = "end"
-            else:  # leave out a possible mark and the blanks before it
-                sure = (
-                    thought
-                    if last
-                    else thought[: len(thought) - overlap(thought, END)].rstrip(BLANKS)
-                )
-                thought, self._held = sure, thought[len(sure) :]
-            thought = thought.rstrip(BLANKS) if mark else thought
+            elif not last:  # leave out a possible mark and the blanks before it
+                sure = thought[: len(thought) - overlap(thought, END)].rstrip(BLANKS)
+                self._held = thought[len(sure) :]
+                thought = sure
         if self._state == "end" and (rest := self._held.lstrip(BLANKS)):
             self._held = rest
             self._state = "answer"

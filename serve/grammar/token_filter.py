@@ -56,8 +56,9 @@ class TokenFilter:
         Raises:
             ConstraintError: No token may follow, or the other constraint failed.
         """
-        inner = self._inner.allowed(tokens) if self._inner else None
-        mask = self._mask.copy() if inner is None else self._mask & inner
+        mask = self._mask.copy()
+        if self._inner:
+            mask &= self._inner.allowed(tokens)
         for *before, last in self._words:
             if not before or list(tokens[-len(before) :]) == before:
                 mask[last] = False

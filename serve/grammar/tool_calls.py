@@ -88,9 +88,13 @@ class ToolDelta:
             return {"content": self.content}
         if self.thought:
             return {"reasoning_content": self.thought}
-        begins = {"id": self.id, "type": "function"} if self.id else {}
-        function = ({"name": self.name} if self.id else {}) | {"arguments": self.arguments}
-        return {"tool_calls": [{"index": self.index, **begins, "function": function}]}
+        if not self.id:
+            return {
+                "tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]
+            }
+        function = {"name": self.name, "arguments": self.arguments}
+        begins = {"index": self.index, "id": self.id, "type": "function"}
+        return {"tool_calls": [{**begins, "function": function}]}
 
 
 def whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
@@ -135,7 +139,8 @@ class _Object:
                 self._depth += 1
             elif letter in "}]":
                 self._depth -= 1
-                self.end = -1 if self._depth else self.at + 1
+                if not self._depth:
+                    self.end = self.at + 1
             elif letter not in _OUTSIDE:
                 self.broken = True
                 return
@@ -179,7 +184,8 @@ class _BareCalls:
             elif rest.startswith("{"):
                 if not self._begins(rest):
                     return False
-                self._object = self._object if self._object.start == start else _Object(start)
+                if self._object.start != start:
+                    self._object = _Object(start)
                 self._object.read(self.text)
                 self._at = self._object.end
                 if self._at < 0:
@@ -280,11 +286,9 @@ class ToolParser:
         self._raw = self._text = ""
         begun = self._forced and self._format.begin.startswith(rest.strip(BLANKS))
         told = begun or self._arguments is not None or self._state == self._after
-        return (
-            []
-            if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest)
-            else [ToolDelta(rest)]
-        )
+        if told or not rest or (self.calls and not rest.strip(BETWEEN[self._format])):
+            return []
+        return [ToolDelta(rest)]
 
     def _bare_calls(self, bare: _BareCalls) -> list[ToolDelta]:
         deltas = list[ToolDelta]()
@@ -293,8 +297,9 @@ class ToolParser:
             deltas.append(ToolDelta(index=index, id=self._format.call_id(), name=name))
             deltas.append(ToolDelta(index=index, arguments=arguments))
         self.calls = len(calls)
-        more = bare.text[calls[-1][2] :] if len(calls) < len(bare.calls) else ""
-        return [*deltas, ToolDelta(more)] if more else deltas
+        if len(calls) < len(bare.calls):
+            deltas.append(ToolDelta(bare.text[calls[-1][2] :]))
+        return deltas
 
     def _content(self) -> Iterator[ToolDelta]:
         """Yield content. Text that may begin a call is held back, together with the blanks before
@@ -310,7 +315,8 @@ class ToolParser:
             self._state = self._before
         else:
             self._text = self._text[len(content) :]
-        return iter([ToolDelta(content)] if content else [])
+        if content:
+            yield ToolDelta(content)
 
     def _before(self) -> Iterator[ToolDelta]:
         """Skip the text before a call. Newer models of Mistral write their mark before each
@@ -320,11 +326,8 @@ class ToolParser:
             marked = self._text.lstrip(BLANKS + ",]")
             if marked and self._format.begin.startswith(marked):
                 return
-            rest = (
-                marked.removeprefix(self._format.begin)
-                if marked.startswith(self._format.begin)
-                else rest
-            )
+            if marked.startswith(self._format.begin):
+                rest = marked.removeprefix(self._format.begin)
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
         named = self._format is MISTRAL and _NAMED.match(rest)
@@ -380,8 +383,10 @@ class ToolParser:
         self.calls += 1
         if self._format.end or (self._format is MISTRAL and self.calls >= self._most):
             self._state = self._after
+        elif self.calls < self._most:
+            self._state = self._before
         else:
-            self._state = self._before if self.calls < self._most else self._content
+            self._state = self._content
 
     def _after(self) -> Iterator[ToolDelta]:
         """Skip the end mark of a call, or the end of Mistral's list of calls."""
@@ -400,7 +405,8 @@ class ToolParser:
         self._text = self._text[end:]
         self._raw = ""
         self._state = self._content
-        yield from [ToolDelta(content)] if content else []
+        if content:
+            yield ToolDelta(content)
 
 
 def _parsed(text: str) -> Any:
@@ -421,8 +427,6 @@ def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
     ):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
-    return (
-        (call["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+    if not isinstance(arguments, dict):
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)

@@ -82,13 +82,8 @@ class Tools:
     @property
     def most(self) -> int:
         """Maximum number of calls in an answer. Llama 3 and gpt-oss write only one."""
-        return (
-            MAX_CALLS
-            if self.parallel
-            and self.choice in ("auto", "required")
-            and self.format not in (LLAMA, HARMONY)
-            else 1
-        )
+        is_free = self.choice in ("auto", "required") and self.format not in (LLAMA, HARMONY)
+        return MAX_CALLS if self.parallel and is_free else 1
 
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
         """Make the parser of one answer."""
@@ -143,14 +138,18 @@ class Tools:
         begin, end = (_literal(text, codec) for text in (self.format.begin, self.format.end))
         one = f'{begin} "\\n" {call} "\\n" {end}' if self.format is HERMES else call
         next_one = {HERMES: '"\\n"', MISTRAL: '", "'}.get(self.format, "") + f" {one}"
-        several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
-        start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
-        if self.choice == "auto" and self.format is not HARMONY:
+        start = one
+        if self.most > 1:
+            start += f" ({next_one}){{0,{self.most - 1}}}"
+        if self.format is MISTRAL:
+            start = f'{begin} "[" {start} "]"'
+        if self.choice == "auto":
             # A call without marks is allowed as well. If it were not, a model that begins such a
             # call would have to end it as an answer.
-            start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
-        elif self.choice == "auto":
-            start = f"@answer | {call}"
+            ways = ["@answer", call]
+            if self.format not in (LLAMA, HARMONY):
+                ways.append(start)
+            start = " | ".join(ways)
         return "\n".join([f"start: {start}", *rules])
 
     def _harmony_rule(self, name: str, left_out: set[str], codec: TextCodec) -> str:
@@ -245,16 +244,13 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
     chosen, allowed = _choice(choice, names)
     given = [tool for tool in given if tool["function"]["name"] in allowed]
     parallel = body.get("parallel_tool_calls")
-    parallel = True if parallel is None else check_flag("parallel_tool_calls", parallel)
+    parallel = parallel is None or check_flag("parallel_tool_calls", parallel)
     return None if chosen == "none" else Tools(tuple(given), chosen, parallel, _format_of(codec))
 
 
 def _check_tool(tool: Any, name: str) -> None:
-    function = (
-        tool.get("function")
-        if isinstance(tool, Mapping) and tool.get("type", "function") == "function"
-        else None
-    )
+    is_function = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+    function = is_function and tool.get("function")
     if not isinstance(function, Mapping):
         raise EESDError(
             f"{name} is no function; give "
@@ -287,7 +283,7 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
         return "required", names
     if chosen == "allowed_tools":
         inner = given.get(chosen, given)
-        tools = inner.get("tools") if isinstance(inner, Mapping) else None
+        tools = isinstance(inner, Mapping) and inner.get("tools")
         if (
             not isinstance(tools, list)
             or not tools
@@ -304,10 +300,8 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 def _named(given: Any, names: Sequence[str]) -> str:
     """Return the function name in a tool choice. The choice may have OpenAI's form for chats,
     OpenAI's form for responses, or Anthropic's form."""
-    found = (
-        given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
-    )
-    found = found.get("function", found)
+    is_choice = isinstance(given, Mapping) and given.get("type") in ("function", "tool")
+    found = is_choice and given.get("function", given)
     if not isinstance(found, Mapping) or "name" not in found:
         raise EESDError(
             f"tool_choice is {shown(given)}; give none, auto, required, or a function with "
@@ -356,10 +350,7 @@ def encode_chat(
     Raises:
         EESDError: A message cannot be used, or the template refuses the messages.
     """
-    parsed = [
-        _with_arguments(message) if isinstance(message, Mapping) else message
-        for message in messages
-    ]
+    parsed = [_with_arguments(message) for message in messages]
     template = codec.tool_template if tools else codec.chat_template
     _check_variables(variables, codec)
     if effort is not None and template is not None:
@@ -434,9 +425,9 @@ def _warn_of_effort() -> None:
 def _with_arguments(message: Message) -> Message:
     """Return the message with the arguments of its calls as parsed JSON instead of text, because
     templates expect that."""
-    calls = message.get("tool_calls")
-    if calls is None:
+    if not isinstance(message, Mapping) or message.get("tool_calls") is None:
         return message
+    calls = message["tool_calls"]
     good = isinstance(calls, Sequence) and all(
         isinstance(call, Mapping)
         and isinstance(call.get("function"), Mapping)

@@ -66,7 +66,7 @@ async def begin(
     admit(body, request, serving)
     codec = serving.service.llm.codec
     tools, tokens = await run_in_threadpool(encode, body, codec)
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    most = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # In a thread, because a grammar may take long to read.
     requests = await run_in_threadpool(

@@ -47,7 +47,7 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
     )
     generations = Generations(serving, requests, body.choices, body.max_tokens != 0)
     request.state.generations = generations
-    echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
+    echoed = [text for _, text in prompts for _ in range(body.choices)]
     places = enumerate(zip(generations.progress, echoed, strict=True))
     writers = [_Writer(body, serving, index, progress, text) for index, (progress, text) in places]
     new = new_answer(CompletionAnswer, "text_completion", "cmpl", serving, generations)
@@ -55,8 +55,8 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
-    """Return the tokens and the text of each prompt. A long text takes long to encode, so call this
-    in a thread."""
+    """Return the tokens of each prompt and, with ``echo``, its text. A long text takes long to
+    encode, so call this in a thread."""
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
@@ -75,7 +75,9 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         check_ids(tokens, llm, "prompt")
-        text = item if isinstance(item, str) else llm.codec.decode(tokens) if body.echo else ""
+        text = ""
+        if body.echo:
+            text = item if isinstance(item, str) else llm.codec.decode(tokens)
         found.append((tokens, text))
     return found
 
@@ -124,7 +126,8 @@ class _Writer:
         )
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in outputs]
-            choice.prompt_token_ids = list(progress.request.tokens) if first else None
+            if first:
+                choice.prompt_token_ids = list(progress.request.tokens)
         return choice
 
     def _logprobs(self, outputs: Sequence[TokenOutput], first: bool) -> CompletionLogprobs | None:

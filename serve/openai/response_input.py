@@ -79,8 +79,8 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _response_format(body.text) if body.text else None,
-        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "response_format": body.text and _response_format(body.text),
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
     }

@@ -293,7 +293,7 @@ class _Writer:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
             reasoning={
-                "effort": body.reasoning.effort if body.reasoning else None,
+                "effort": body.reasoning and body.reasoning.effort,
                 "summary": None,
             },
             store=False,

@@ -80,8 +80,10 @@ class GenerationBody(Body):
             ):
                 value = found.pop(alias)
                 if name == "reasoning_effort":
-                    value = value.get("type") if isinstance(value, dict) else value
-                    value = THINKING.get(value, value) if isinstance(value, str | bool) else value
+                    if isinstance(value, dict):
+                        value = value.get("type")
+                    if isinstance(value, str | bool):
+                        value = THINKING.get(value, value)
                 found[name] = value
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if found.get(name) == -1 and type(found[name]) is int:

@@ -85,12 +85,10 @@ async def tokenizer_info(serving: Shared) -> TokenizerInfo:
     llm = serving.service.llm
     bos = llm.manifest.bos_token_id
     (eos, *_) = (*llm.manifest.eos_token_ids, None)
-    name = llm.codec.tokenizer.id_to_token
-    return TokenizerInfo(
-        bos_token=None if bos is None else name(bos),
-        eos_token=None if eos is None else name(eos),
-        pad_token=None,
+    bos_token, eos_token = (
+        None if token is None else llm.codec.tokenizer.id_to_token(token) for token in (bos, eos)
     )
+    return TokenizerInfo(bos_token=bos_token, eos_token=eos_token, pad_token=None)
 
 
 @router.post("/detokenize")

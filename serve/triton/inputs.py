@@ -61,8 +61,10 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
         raise EESDError("A request needs exactly one of text_input, messages and input_ids.")
     if messages is not None:
         tokens = llm.encode(_chat(messages))
+    elif text is not None:
+        tokens = llm.encode(text)
     else:
-        tokens = _tokens(given["input_ids"]) if text is None else llm.encode(text)
+        tokens = _tokens(given["input_ids"])
     options: dict[str, Any] = {
         field: _value(given, name)
         for field, name in (
@@ -84,8 +86,9 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
         stop=tuple(word for word in words if word),
         **options,
     )
-    shows_input = _value(given, "exclude_input_in_output") is False
-    prefix = (llm.codec.decode(tokens) if text is None else text) if shows_input else ""
+    prefix = ""
+    if _value(given, "exclude_input_in_output") is False:
+        prefix = llm.codec.decode(tokens) if text is None else text
     return Asked(request, _guide(given), _value(given, "stream") is True, prefix)
 
 
@@ -135,7 +138,9 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     seeds = [_value(given, name) for name in ("seed", "random_seed") if name in given]
     if len(set(seeds)) > 1:
         raise EESDError("seed and random_seed differ; give one of them.")
-    return chosen | ({"seed": seeds[0]} if seeds else {})
+    if seeds:
+        chosen["seed"] = seeds[0]
+    return chosen
 
 
 def _value(given: dict[str, Any], name: str) -> Any:

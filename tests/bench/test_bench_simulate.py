@@ -25,7 +25,6 @@ from eesd.bench.replay.replay import (
     speed_ratio,
 )
 from eesd.bench.replay.simulation import Comparison, Row, Simulation, compare_on_trace
-from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import ChainDrafter, Trace, TracedRequest, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
@@ -33,6 +32,7 @@ from eesd.controllers.base import Fixed
 from eesd.controllers.calibration import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation, load
+from lab.streams import SyntheticStream
 
 FEW = (
     "-n",

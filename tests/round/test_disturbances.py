@@ -8,15 +8,14 @@ import pytest
 from click.testing import CliRunner
 from support.command import slow_but
 
-from eesd.bench.cli import main
 from eesd.bench.replay.costs import BUNDLED, FOUR_BIT, CallCosts
-from eesd.bench.replay.machine import Machine, burst, decode
-from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts
-from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import Trace, TracedRequest
 from eesd.controllers import make_controller
 from eesd.runtime.decoding import guard
 from eesd.runtime.decoding.guard import Guard, Terms
+from lab.machine import Machine, burst, decode
+from lab.starts import HEADS, MACHINES, main, simulate_starts
+from lab.streams import SyntheticStream
 
 pytestmark = pytest.mark.fast
 VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3, 17: 27e-3}
@@ -119,7 +118,7 @@ def test_a_burst_while_drafting_pays_stops_it_for_a_moment_only() -> None:
 
 def test_starts_are_shown(pytestconfig: pytest.Config) -> None:
     trace = pytestconfig.rootpath / "bench/results/trace-greedy.npz"
-    result = CliRunner().invoke(main, ["starts", "--trace", str(trace), "--starts", "1"])
+    result = CliRunner().invoke(main, ["--trace", str(trace), "--starts", "1"])
     assert result.exit_code == 0 and "recorded  stalls lost of 100 tokens" in result.output
-    result = CliRunner().invoke(main, ["starts", "--trace", str(trace), "--costs", "9b"])
+    result = CliRunner().invoke(main, ["--trace", str(trace), "--costs", "9b"])
     assert result.exit_code == 2 and "no costs '9b'" in result.output

@@ -2,15 +2,12 @@
 
 import errno
 import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from os.path import lexists
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.files import claimed, temporary_beside
+from eesd.common.files import claimed
 
 
 def resolved(path: Path) -> Path:
@@ -49,13 +46,3 @@ def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
             # If this run is killed, the next run deletes the directory and does not put it back.
             claim.old.rename(claim.new)
     return kept
-
-
-@contextmanager
-def scratch_directory(name: str) -> Iterator[Path]:
-    """A directory for large intermediate files, in the system's temporary directory. It is deleted
-    when the block ends."""
-    owner = os.getuid() if sys.platform != "win32" else ""
-    with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
-        directory.mkdir(mode=0o700)
-        yield directory

@@ -1,18 +1,25 @@
-"""Many simulated starts of a process: does drafting lose time if it does not pay, and does it
-continue if it pays?"""
+"""``python -m lab.starts``: simulate many starts of a process, to see whether drafting loses time
+if it does not pay, and whether it continues if it pays."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 
+import click
 import numpy as np
 
-from eesd.bench.replay.costs import CostModel
-from eesd.bench.replay.machine import Machine, burst, changing_load, decode
-from eesd.bench.replay.streams import SyntheticStream
-from eesd.bench.replay.traces import Trace
+from eesd.bench.replay.costs import COST_MODELS, CostModel
+from eesd.bench.replay.simulation import MEASURED, find_costs
+from eesd.bench.replay.traces import Trace, load_trace
+from eesd.common import cli
+from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import make_controller
+from eesd.runtime.decoding.drafting import Speculation
 from eesd.runtime.decoding.guard import Guard
+from lab.machine import Machine, burst, changing_load, decode
+from lab.streams import SyntheticStream
 
 PRIOR = CalibrationPrior(accept=(0, 0, 1, 0, 0), following=(0, 0, 1, 0, 0))
 """The calibration prior of the synthetic heads. It takes the stated confidence at face value."""
@@ -106,3 +113,48 @@ def table(head: str, machine: str, found: Sequence[Start]) -> str:
 def _spread(values: Sequence[float], worst: object) -> str:
     ordered = sorted(values, reverse=worst is max)
     return " / ".join(f"{ordered[int(share * len(ordered))]:.1%}" for share in (0.0, 0.05, 0.5))
+
+
+@cli.command()
+@click.option(
+    "--trace",
+    type=cli.PATH,
+    help="Trace recorded by simulate --engine-dir, to use instead of synthetic texts.",
+)
+@click.option(
+    "--costs",
+    help=(
+        f"Cost model: {', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, or measured "
+        "with --trace]"
+    ),
+)
+@click.option("--controller", default=Speculation().controller, help="Controller and its options.")
+@click.option(
+    "--starts",
+    type=click.IntRange(1, 10_000),
+    default=200,
+    help="Number of processes for each head and machine.",
+)
+def main(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
+    """Simulate new processes on a machine with noise, load, stalls and a burst, and print the time
+    that drafting costs them."""
+    make_controller(controller)
+    recorded = load_trace(trace) if trace else None
+    name = costs or (MEASURED if recorded else "4bit")
+    if recorded is None and name == MEASURED:
+        raise EESDError(
+            f"Only a --trace has measured costs; give --costs with one of {', '.join(COST_MODELS)}."
+        )
+    model = find_costs([name], recorded).get(name) or COST_MODELS[name]
+    heads = {"recorded": recorded} if recorded else HEADS
+    click.echo("worst / 5 % / median of each")
+    for head, machine in product(heads, MACHINES):
+        click.echo(
+            table(
+                head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

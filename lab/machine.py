@@ -149,10 +149,9 @@ def decode(
         steps = request.steps
         while position < request.tokens:
             room = request.room(position)
-            drafting = controller is not None and room > 0 and (guard is None or guard.allows(EXIT))
-            drafted = (
-                draft_length(controller, steps[position], room) if controller and drafting else 0
-            )
+            drafted = 0
+            if controller and room > 0 and (guard is None or guard.allows(EXIT)):
+                drafted = draft_length(controller, steps[position], room)
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
             if controller:

@@ -45,7 +45,8 @@ class SyntheticStream:
             if stays[i]:
                 level[i] = level[i - 1]
         odds = np.log(np.array(self.levels) / (1 - np.array(self.levels)))[level]
-        odds = odds + self.spread * rng.standard_normal() if self.spread else odds
+        if self.spread:
+            odds += self.spread * rng.standard_normal()
         chances, shown = (1 / (1 + np.exp(-z)) for z in (odds, odds + self.overconfidence))
         # There is one draw for each text position, which all roots share. Every policy judges a
         # position at most once, so the distribution is the same as with one draw for each root. Two
