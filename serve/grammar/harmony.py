@@ -6,12 +6,11 @@ call names its function:
     <|start|>assistant<|channel|>final<|message|>...<|return|>    the answer
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator
 
 from eesd.runtime.text import TextCodec, overlap
-from eesd.serve.grammar.tool_calls import HARMONY, ToolDelta
+from eesd.serve.grammar.tool_calls import HARMONY, ToolDelta, parsed
 
 CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"
@@ -110,17 +109,10 @@ class HarmonyParser:
     def _end_call(self) -> Iterator[ToolDelta]:
         """Count a call. If the call was not streamed, yield it."""
         self._kind = "header"
-        if not self._streaming and not _is_object(self._arguments):
+        if not self._streaming and not isinstance(parsed(self._arguments), dict):
             yield ToolDelta(self._arguments)
             return
         if not self._streaming:
             yield ToolDelta(index=self.calls, id=HARMONY.call_id(), name=self._name)
             yield ToolDelta(index=self.calls, arguments=self._arguments)
         self.calls += 1
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

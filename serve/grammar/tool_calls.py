@@ -371,9 +371,9 @@ class ToolParser:
         match = _HEAD.match(self._text) or (self._format is MISTRAL and _NAMED.match(self._text))
         if not match:
             return None
-        name = _parsed(match[1]) if match[1].startswith('"') else match[1]
+        name = parsed(match[1]) if match[1].startswith('"') else match[1]
         start = match.end() if match.re is _NAMED else 0
-        good = self._streaming or isinstance(_parsed(self._text[start : self._object.end]), dict)
+        good = self._streaming or isinstance(parsed(self._text[start : self._object.end]), dict)
         return (name, match.end()) if good and name in self._names else None
 
     def _end_call(self, end: int) -> None:
@@ -409,7 +409,8 @@ class ToolParser:
             yield ToolDelta(content)
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text, or None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -419,7 +420,7 @@ def _parsed(text: str) -> Any:
 def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Return the name and the arguments of a call whose entries may be in another order, and which
     may have further entries. Return None if the text is not a call."""
-    call = _parsed(text)
+    call = parsed(text)
     if (
         not isinstance(call, dict)
         or not isinstance(call.get("name"), str)

@@ -1,6 +1,5 @@
 """``POST /v1/responses``: OpenAI's Responses API, built on chat completions. It has no memory."""
 
-import json
 from collections.abc import Iterator
 from time import time
 from typing import Any
@@ -10,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from eesd.runtime.request import Update
-from eesd.serve.grammar.tool_calls import ToolDelta
+from eesd.serve.grammar.tool_calls import ToolDelta, parsed
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
@@ -250,7 +249,7 @@ class _Writer:
                 {**self._place(), "name": item.name, "arguments": value},
             )
             item.arguments = value
-            item.status = "completed" if _is_whole(value) else "incomplete"
+            item.status = "completed" if isinstance(parsed(value), dict) else "incomplete"
         self._logprobs = []
         self._told = 0
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
@@ -259,9 +258,9 @@ class _Writer:
         """Yield the events with the input of a custom tool call. The input is known when its JSON
         is complete."""
         item.status = "incomplete"
-        if _is_whole(arguments):
+        if isinstance(call := parsed(arguments), dict):
             item.status = "completed"
-            item.input = str(json.loads(arguments).get("input", ""))
+            item.input = str(call.get("input", ""))
         kind = "response.custom_tool_call_input"
         yield f"{kind}.delta", {**self._place(), "delta": item.input}
         yield f"{kind}.done", {**self._place(), "input": item.input}
@@ -324,13 +323,6 @@ class _Writer:
 
 def _output_text(text: str, logprobs: list[ChatLogprob]) -> OutputText:
     return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)
-
-
-def _is_whole(arguments: str) -> bool:
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _usage(generations: Generations) -> ResponsesUsage:
