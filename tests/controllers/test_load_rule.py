@@ -282,8 +282,8 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
 
 
 def test_a_few_fast_calls_are_no_failure() -> None:
-    """A few very fast calls do not determine the fitted line. The moments of these calls are
-    large."""
+    """A few very fast calls of one size do not determine the fitted line, and raise no error,
+    although the sums over the calls are large."""
     costs = BatchCosts()
     for seconds in (1e-6, 2e-6, 1e-8):
         costs.add(4, 1024, 8192, seconds)

@@ -85,7 +85,8 @@ def qwen2moe(gate: tuple[int, ...], kind: str = "F32") -> Spec:
 
 
 def apertus(**more: Any) -> Spec:
-    """Returns a file with the numbers of xIELU in its metadata. ``more`` adds other metadata."""
+    """Returns a file of Apertus, with the numbers of xIELU in its metadata. ``more`` adds or
+    replaces metadata."""
     tensors = of_blocks(
         ffn_gate__weight=None,
         attn_q_norm__weight=floats(HIDDEN // HEADS) + 1,

@@ -117,8 +117,8 @@ def check_narrow_caches(plans: Path, dtype: str) -> None:
 
 
 def check_command(model: Path, cache: Path) -> None:
-    """Check that ``eesd-run --model`` exports a model without a head. In the first run, the draft
-    is the whole model in 4 bits. Plain decoding gives the same tokens."""
+    """Check that ``eesd-run --model`` exports the model, with the whole model in fewer bits as the
+    draft, and that a second run without drafts gives the same tokens."""
     ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", cache)
     given = ("--model", model, "--exit-head", "quantized", "--dtype", "float32")
     drafts, plain = (

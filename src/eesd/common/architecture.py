@@ -7,10 +7,12 @@ write a graph of this project's operators, or run torch. A new part of a block i
 in the tables that support it.
 
 The **draft graph** consists of the first N layers and the exit head. The **verify graph** is the
-whole model. Both graphs share one set of caches: 0 .. L-1 belong to the base layers, L .. L+E-1
-belong to the exit blocks, and any caches of states follow. A verify pass writes all of these
-caches, so the draft can continue right after it. The verify graph can be split by layers into
-stages. If the head reads states of layers, the verify graph must be a single stage.
+whole model. Both graphs share one set of caches. The caches of the base layers come first, then
+those of the exit blocks, and then any caches of states that a head reads. A layer has one cache,
+except that a recurrent layer may have several, and a layer that reads another layer's keys and
+values has none. A verify pass writes all of these caches, so the draft can continue right after it.
+The verify graph can be split by layers into stages. If the head reads states of layers, the verify
+graph must be a single stage.
 
 An **exit head** follows layer N. It has E blocks, a norm, and an LM head (the base model's or a
 separate one). A head without blocks has no caches. This is the early exit of models that were
