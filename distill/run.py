@@ -706,7 +706,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     accelerator = make_accelerator()
     for directory in filter(None, (output, data.own_text, options["offline"])):
         if not (directory if directory.exists() else existing_parent(directory)).is_dir():
-            raise EESDError(f"{directory} is not a directory; give another one.")
+            raise EESDError(f"{directory} is not a directory; give another directory.")
         remove_leftovers(directory)
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or (

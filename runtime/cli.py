@@ -349,7 +349,10 @@ def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[
     found: list[Any] = [_stdin() if text == "-" else text for text in prompts]
     if file is not None:
         text = read_text(file, "give UTF-8 text")
-        found += _json_lines(text, file) if file.suffix == ".jsonl" else [text]
+        if file.suffix == ".jsonl":
+            found += _json_lines(text, file)
+        else:
+            found.append(text)
     elif not found:
         found = [_stdin()]
     if not found:

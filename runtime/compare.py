@@ -118,7 +118,9 @@ class LogitRecord:
         largest = before.largest
         if not equal and not isinstance(kept, bytes):
             largest = max(largest, float(np.abs(row - kept).max()))
-        first = index if not equal and before.first < 0 else before.first
+        first = before.first
+        if not equal and first < 0:
+            first = index
         self.result = LogitComparison(
             before.positions + 1, before.differing + (not equal), first, largest
         )
@@ -189,7 +191,9 @@ def compare(
     if logits.differing:  # measuring it needs whole logits, which take much memory
         logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
-    text = plain.text if not isinstance(prompt, str) else prompt + plain.text
+    text = plain.text
+    if isinstance(prompt, str):
+        text = prompt + text
     alone = _of_one_node(llm)
     one_node = None
     if alone is not None:

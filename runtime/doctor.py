@@ -134,11 +134,9 @@ def jobs() -> dict[str, str]:
 def _cache() -> str:
     """The directory to which ``--model`` exports."""
     place = user_cache()
-    return (
-        "none: this user has no home; set EESD_CACHE_DIR"
-        if place is None
-        else f"{place}; eesd-cache list shows it"
-    )
+    if place is None:
+        return "none: this user has no home; set EESD_CACHE_DIR"
+    return f"{place}; eesd-cache list shows it"
 
 
 def _missing(remedy: str, *names: str) -> str:
@@ -225,11 +223,9 @@ def _gpu_lacks() -> str:
 def _kernels_lack(flavour: str) -> str:
     known = supported_capabilities(flavour)
     here = machine_report.compute_capability()
-    return (
-        f"no: it has no kernels for compute capability {here}; use tensorrt"
-        if known and here not in known
-        else ""
-    )
+    if known and here not in known:
+        return f"no: it has no kernels for compute capability {here}; use tensorrt"
+    return ""
 
 
 def _building_lacks(flavour: str) -> str:

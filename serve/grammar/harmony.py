@@ -99,8 +99,10 @@ class HarmonyParser:
             self._arguments += text
             if text and self._streaming:
                 yield ToolDelta(index=self.calls, arguments=text)
+        elif text and self._kind == "thought":
+            yield ToolDelta(thought=text)
         elif text:
-            yield ToolDelta(thought=text) if self._kind == "thought" else ToolDelta(text)
+            yield ToolDelta(text)
         if mark:
             if self._kind == "call":
                 yield from self._end_call()

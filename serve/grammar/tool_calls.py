@@ -281,7 +281,9 @@ class ToolParser:
         """Return the remaining deltas at the end of the answer."""
         if (bare := self._bare) is not None:
             self._bare = None
-            return self._bare_calls(bare) if bare.whole else [*self.push(bare.text), *self.finish()]
+            if bare.whole:
+                return self._bare_calls(bare)
+            return [*self.push(bare.text), *self.finish()]
         rest = self._raw + self._text
         self._raw = self._text = ""
         begun = self._forced and self._format.begin.startswith(rest.strip(BLANKS))
@@ -371,7 +373,9 @@ class ToolParser:
         match = _HEAD.match(self._text) or (self._format is MISTRAL and _NAMED.match(self._text))
         if not match:
             return None
-        name = parsed(match[1]) if match[1].startswith('"') else match[1]
+        name = match[1]
+        if name.startswith('"'):
+            name = parsed(name)
         start = match.end() if match.re is _NAMED else 0
         good = self._streaming or isinstance(parsed(self._text[start : self._object.end]), dict)
         return (name, match.end()) if good and name in self._names else None

@@ -136,7 +136,9 @@ class Tools:
         rules = [f"call_{index}: {rule(name, left_out, codec)}" for index, name in enumerate(names)]
         call = "(" + " | ".join(f"call_{index}" for index in range(len(names))) + ")"
         begin, end = (_literal(text, codec) for text in (self.format.begin, self.format.end))
-        one = f'{begin} "\\n" {call} "\\n" {end}' if self.format is HERMES else call
+        one = call
+        if self.format is HERMES:
+            one = f'{begin} "\\n" {call} "\\n" {end}'
         next_one = {HERMES: '"\\n"', MISTRAL: '", "'}.get(self.format, "") + f" {one}"
         start = one
         if self.most > 1:
@@ -400,7 +402,9 @@ def _continued(
             "The chat template changes the last message, so it cannot be continued; give "
             "another message."
         )
-    kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
+    kept = content.strip()
+    if text.startswith(content.lstrip(), at):
+        kept = content.lstrip()
     return codec.ids(text[: at + len(kept)], special=False)
 
 

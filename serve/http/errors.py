@@ -139,7 +139,9 @@ def as_api_error(error: Exception) -> APIError:
         seconds = str(max(1, ceil(error.retry_after)))
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
     if isinstance(error, ClosedError):
-        return APIError(503, "The server is stopping; ask another one.", code="stopping")
+        return APIError(
+            503, "The server is stopping; send the request to another server.", code="stopping"
+        )
     if isinstance(error, EESDError):
         return APIError(400, str(error))
     if isinstance(error, RequestValidationError):

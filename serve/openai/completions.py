@@ -70,10 +70,10 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
             )
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
-        # If ``add_special_tokens`` is False, a text is encoded without the tokenizer's special
-        # tokens. All other texts and all token ids go through llm.encode.
-        bare = isinstance(item, str) and body.add_special_tokens is False
-        tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
+        if isinstance(item, str) and body.add_special_tokens is False:
+            tokens = llm.codec.ids(item, special=False)
+        else:
+            tokens = llm.encode(item)
         check_ids(tokens, llm, "prompt")
         text = ""
         if body.echo:

@@ -181,7 +181,7 @@ class Generations:
         if update.finish_reason == "cancelled":
             return APIError(
                 503,
-                "The server stopped before the text was complete; ask another one.",
+                "The server stopped before the text was complete; send the request again.",
                 code="stopping",
             )
         message = update.error or "The request failed; the server's log says why."
