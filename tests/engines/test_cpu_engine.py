@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -495,24 +496,15 @@ def test_asking_for_kernels_changes_no_session_in_the_making(
 
 def test_several_may_build_at_once(plans: Path, made: list[Path]) -> None:
     manifest = load_manifest(plans)
-    problems = []
-    places: list[Path] = []
 
-    def make() -> None:
-        try:
-            place = build_for_cpu(plans, manifest)
-            CpuEngine(place, manifest, manifest.verify, 1)
-            places.append(place)
-        except Exception as error:
-            problems.append(repr(error))
+    def make(_: int) -> Path:
+        place = build_for_cpu(plans, manifest)
+        CpuEngine(place, manifest, manifest.verify, 1)
+        return place
 
-    threads = [Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems and len(places) == 4 and len(made) == 1
-    assert cpu_build.find_build(plans, manifest) == places[0]
+    with ThreadPoolExecutor(4) as pool:
+        places = {*pool.map(make, range(4))}
+    assert places == {cpu_build.find_build(plans, manifest)} and len(made) == 1
     assert len(list(plans.glob("cpu-*"))) == 1
 
 

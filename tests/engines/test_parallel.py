@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial, reduce
 from hashlib import sha256
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
 
 import httpx2
@@ -93,7 +94,6 @@ def in_one_process(
     manifest = load_manifest(plans)
     parts = dict[int, torch.Tensor]()
     meeting = Barrier(ranks)
-    found = dict[int, tuple[Any, list[int]]]()
 
     def add(rank: int, part: torch.Tensor) -> torch.Tensor:
         parts[rank] = part
@@ -102,21 +102,18 @@ def in_one_process(
         meeting.wait(60)
         return total
 
-    def decode(rank: int) -> None:
+    def decode(rank: int) -> tuple[Any, list[int]]:
         split = Split(ranks, rank, partial(add, rank)) if ranks > 1 else None
         engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
         llm = LLM(plans, manifest, engines, speculation)
         without_budget(llm)
         with llm.session(prompt, max_new_tokens=1) as session:
             logits = session.peek().copy()
-        found[rank] = logits, llm.generate(prompt, max_new_tokens=16, ignore_eos=True).tokens
+        return logits, llm.generate(prompt, max_new_tokens=16, ignore_eos=True).tokens
 
-    threads = [Thread(target=decode, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for logits, tokens in found.values():
+    with ThreadPoolExecutor(ranks) as pool:
+        found = [*pool.map(decode, range(ranks))]
+    for logits, tokens in found:
         assert (logits == found[0][0]).all() and tokens == found[0][1], (
             "all ranks have the same sums"
         )

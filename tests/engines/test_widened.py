@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.command import assert_refused, export_engine, run, succeed
-from support.engine_dirs import PROMPT, Damage, garble, logits_of, record
+from support.engine_dirs import Damage, garble, logits_of, record, reference_logits
 from support.without_operators import needs_operators, without_operators
 
 import eesd
@@ -19,7 +19,6 @@ from eesd.export.widened import reference
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import EngineOptions, open_engines
-from eesd.runtime.engines.base import Call, Logits
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
 
@@ -56,16 +55,8 @@ def test_bits_are_those_of_the_float32_directory(
     if not operators.missing():
         for found, expected in zip(logits_of(narrow, "ort"), logits_of(wide, "ort"), strict=True):
             assert np.array_equal(found, expected)
-    found, expected = (_reference_logits(directory) for directory in (narrow, wide))
+    found, expected = (reference_logits(directory) for directory in (narrow, wide))
     assert np.array_equal(found, expected)
-
-
-def _reference_logits(directory: Path) -> Logits:
-    """Returns the logits of a prompt, which ONNX Runtime's operators compute."""
-    manifest = load_manifest(directory)
-    engine = reference(directory, manifest, manifest.verify, 1)
-    [kv_cache] = engine.new_kv_caches()
-    return engine.forward([Call(kv_cache, PROMPT, range(len(PROMPT)), 0)])[0].logits
 
 
 @needs_operators()

@@ -23,6 +23,7 @@ from support.engine_dirs import (
     assert_weights_match_manifest,
     edit_manifest,
     graph_of,
+    reference_logits,
     tensor_locations,
     trained_head,
 )
@@ -38,7 +39,6 @@ from eesd.export import make
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.widened import reference
 from eesd.model.arrays import Array, rounded, to_float32
 from eesd.model.quantize import quantize
 from eesd.model.quantized import Quantized, dequantize, join_quantized, pack, part_of
@@ -665,7 +665,7 @@ def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
             if "." in name[-7:]
         )
     logits = [of_backend(directory, "torch"), of_backend(directory, "ort")]
-    logits.append(of_graphs(directory))
+    logits.append(reference_logits(directory)[-1])
     # On processors that multiply bfloat16, torch rounds more.
     share = 0.05 if dtype == "float16" else 0.1
     for other in logits[1:]:
@@ -680,18 +680,6 @@ def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
         return session.peek().copy()
 
 
-def of_graphs(directory: Path) -> NDArray[np.float32]:
-    """Returns the logits of the graphs on the disk, widened to float32."""
-    manifest = load_manifest(directory)
-    engine = reference(directory, manifest, manifest.verify, 1)
-    [kv_cache] = engine.new_kv_caches()
-    kv_cache.reserve(len(PROMPT))
-    logits: NDArray[np.float32] = engine.forward([Call(kv_cache, PROMPT, range(len(PROMPT)), 0)])[
-        0
-    ].logits[-1]
-    return logits
-
-
 @needs_operators()
 def test_operators_multiply_by_the_values_of_the_graph(exported: Export) -> None:
     """With float32 activations, the operators and the graph compute the same products up to
@@ -702,7 +690,9 @@ def test_operators_multiply_by_the_values_of_the_graph(exported: Export) -> None
             directory, "ort", speculation=None, threads=1, activations="float32"
         ).session(PROMPT) as session:
             own = session.peek().copy()
-        np.testing.assert_allclose(own, of_graphs(directory), rtol=0, atol=1e-4 * np.abs(own).max())
+        np.testing.assert_allclose(
+            own, reference_logits(directory)[-1], rtol=0, atol=1e-4 * np.abs(own).max()
+        )
 
 
 def test_small_floats_are_for_engines_of_16_bits(

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from support.command import refused
 from support.tiny_checkpoints import FAMILIES, GEOMETRY, build, edit_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -51,16 +52,6 @@ def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
     save_file(
         {name: value for name, value in tensors.items() if value is not None}, directory / WEIGHTS
     )
-
-
-def refused(action: Callable[[], object], *words: str) -> None:
-    """Check that the action raises an EESDError of one line that contains all these words."""
-    with pytest.raises(EESDError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 def as_written_by_transformers_4(raw: dict[str, Any], kind_key: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.command import refused
 
 import eesd
 from eesd.common.errors import EESDError
@@ -27,15 +28,6 @@ PROMPT = [1, 40, 50, 60]
 @pytest.fixture(scope="module")
 def llm(engine: Path) -> LLM:
     return eesd.load(engine)
-
-
-def refused(action: Callable[[], object], *words: str) -> None:
-    with pytest.raises(EESDError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message and message.endswith("."), message
-    for word in words:
-        assert word in message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_tensorrt, tiny_models
-from support.batches import OPTIONS, alone, requests, run
+from support.batches import OPTIONS, alone, few, requests, run
 from support.call_rules import violations
 from support.command import succeed
 from support.harness import Harness
@@ -97,19 +97,6 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
         patch.setattr(DeviceEngine, "_run", noted_run)
         patch.setattr(CapturedGraph, "capture", noted_capture)
         yield steps
-
-
-def few(count: int) -> list[Request]:
-    """Returns short and long requests whose tokens do not depend on the lengths of drafts."""
-    given = [
-        request
-        for request in requests(60)
-        if request.sampling.method != "rejection" and len(request.tokens) < 60
-    ]
-    return [
-        replace(request, max_new_tokens=min(request.max_new_tokens, 12))
-        for request in given[:count]
-    ]
 
 
 @pytest.fixture(scope="module")

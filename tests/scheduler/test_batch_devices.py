@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import fake_tensorrt, tiny_models
-from support.batches import OPTIONS, alone, arrive_at_random, logprobs, requests, run
+from support.batches import OPTIONS, alone, arrive_at_random, few, logprobs, requests, run
 from support.call_rules import violations
 from support.command import slow_but
 from support.fake_cuda import Machine
@@ -230,19 +230,6 @@ def planned(shared: Shared) -> Path:
 def planned_whole(shared: Shared) -> Path:
     """An engine directory like ``planned`` whose draft is all layers in 4 bits."""
     return shared("late-rows-whole", partial(fill, whole=True)) / "plans"
-
-
-def few(count: int) -> list[Request]:
-    """Returns requests whose tokens do not depend on the lengths of drafts."""
-    given = [
-        request
-        for request in requests(40)
-        if request.sampling.method != "rejection" and len(request.tokens) < 60
-    ]
-    return [
-        replace(request, max_new_tokens=min(request.max_new_tokens, 12))
-        for request in given[:count]
-    ]
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,16 @@ def arrive_at_random(llm: LLM, count: int) -> list[Record]:
         assert record.reason == "cancelled" or record.tokens == expected
     assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
     return [record for _, record in started]
+
+
+def few(count: int) -> list[Request]:
+    """Returns short and long requests whose tokens do not depend on the lengths of drafts."""
+    given = [
+        request
+        for request in requests(60)
+        if request.sampling.method != "rejection" and len(request.tokens) < 60
+    ]
+    return [
+        replace(request, max_new_tokens=min(request.max_new_tokens, 12))
+        for request in given[:count]
+    ]

@@ -1,7 +1,7 @@
 """Runs commands in this process, and checks how they refuse bad input."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
+from eesd.common.errors import EESDError
 from eesd.export.cli import main as export_main
 from eesd.runtime.engines import operators
 
@@ -39,6 +40,16 @@ def assert_refused(result: Result, *words: str) -> None:
     assert_one_line(result.stderr, *words)
     said = result.stdout.splitlines()
     assert not said or (len(said) == 2 and said[1].startswith("will take "))
+
+
+def refused(action: Callable[[], object], *words: str) -> None:
+    """Check that the action raises an EESDError of one line that contains all these words."""
+    with pytest.raises(EESDError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith("."), message
+    for word in words:
+        assert word in message
 
 
 def notice() -> str:

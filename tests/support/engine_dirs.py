@@ -17,9 +17,11 @@ from eesd.common.integrity import file_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, load_manifest
 from eesd.common.weights import weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
+from eesd.export.widened import reference
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.loading import make_initial_head, save_exit_head
 from eesd.runtime.engines.backends import EngineOptions, open_engines
+from eesd.runtime.engines.base import Call, Logits
 from support.on_cache import OnCache
 from support.tiny_checkpoints import randomise
 
@@ -37,6 +39,16 @@ def trained_head(
     randomise(head, seed=1)
     save_exit_head(head, directory)
     return directory
+
+
+def reference_logits(directory: Path) -> Logits:
+    """Returns the logits [tokens, V] of :data:`PROMPT`, which ONNX Runtime's operators compute from
+    the directory's graphs in float32."""
+    manifest = load_manifest(directory)
+    engine = reference(directory, manifest, manifest.verify, 1)
+    [kv_cache] = engine.new_kv_caches()
+    kv_cache.reserve(len(PROMPT))
+    return engine.forward([Call(kv_cache, PROMPT, range(len(PROMPT)), 0)])[0].logits
 
 
 def graph_of(directory: Path, name: str) -> ModelProto:

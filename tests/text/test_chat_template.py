@@ -2,8 +2,8 @@
 template cannot hang the process, fill its memory, or escape from it."""
 
 import json
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -366,15 +366,8 @@ def test_limits_hold_in_other_threads_and_between_renderings() -> None:
         ),
         {},
     )
-    results: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: results.extend(template.render(USER) for _ in range(3)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        results = [*pool.map(template.render, [USER] * 9)]
     assert results == ["Hi"] * 9
 
 
