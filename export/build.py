@@ -221,7 +221,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
         cosines |= compare_engines(engines, directory, manifest)
     else:
         notice(
-            "The plans were compared with torch alone: running their graphs takes about "
+            "The plans were compared only with torch, because running their graphs takes about "
             f"{needed / 1e9:.0f} GB of memory."
         )
     least = LEAST_COSINE[manifest.dtype]
@@ -244,10 +244,9 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     if (plan.fused_attentions, plan.fused_cache_updates) < (attentions, updates):
         notice(
             f"{graph.file}: {plan.flavour} has {plan.fused_attentions} of {attentions} "
-            "attentions and "
-            f"{plan.fused_cache_updates} of {updates} cache updates as single kernels. "
-            "Attention from parts writes all scores "
-            "to memory: the longer the cache, the slower. polygraphy inspect model --show "
+            f"attentions and {plan.fused_cache_updates} of {updates} cache updates as "
+            "single kernels. Attention in several kernels writes all scores to memory, "
+            "and is slower the longer the cache is. polygraphy inspect model --show "
             "layers lists the kernels of a plan."
         )
 

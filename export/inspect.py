@@ -269,17 +269,17 @@ def _predict(
         needed = max(device.total + device.shared_weights for device in devices)
     if needed > hardware.memory:
         notice(
-            f"A device needs {format_bytes(needed)}, and {hardware.name} has "
-            f"{format_bytes(int(hardware.memory))}: "
-            "split verify with eesd-export --stages, run more ranks, or quantize it. The "
-            "prediction is as if it fitted."
+            f"A device needs {format_bytes(needed)}, but {hardware.name} has "
+            f"{format_bytes(int(hardware.memory))}; split verify with eesd-export "
+            "--stages, run more ranks, or quantize the model. The prediction assumes "
+            "that the model fits."
         )
     number = f"{ranks} x " if ranks > 1 else ""
     console.print(
-        f"{number}{hardware.name}, {slots} slots; predicted with constants of an H200 and the "
-        "torch backend,"
+        f"{number}{hardware.name}, {slots} slots; predicted with constants that were measured on "
+        "an H200"
     )
-    console.print("where no whole model and no plan was measured; limits: docs/predict.md")
+    console.print("with the torch backend, but without plans and whole models (docs/predict.md)")
     for table in prediction_tables(predicted):
         console.print(table)
 

@@ -221,8 +221,9 @@ def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
         f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of "
         f"{geometry.hidden_size}, "
         f"{weights / 1e6:,.0f} M weights",
-        f"will take {size / 1e9:.2f} GB of the {free / 1e9:.0f} GB free on disk, and in memory the "
-        f"same and {slots / 1e9:.2f} GB for a request that fills {manifest.max_seq_len} slots",
+        f"will take {size / 1e9:.2f} GB of the {free / 1e9:.0f} GB free on disk; running it takes "
+        f"as much memory, and {slots / 1e9:.2f} GB for a request that fills "
+        f"{manifest.max_seq_len} slots",
     ]
 
 
@@ -297,14 +298,14 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
         largest := max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=0)
     ) >= size:
         notice(
-            f"The tokenizer has ids up to {largest}, but the model only ids below {size}; prompts "
-            "with other ids are refused."
+            f"The tokenizer has ids up to {largest}, but the model only has ids below "
+            f"{size}; prompts with other ids are refused."
         )
     rounds_again = bool({choices.quantize, choices.quantize_head} & set(QUANTIZED))
     if rounds_again and checkpoint.own_levels:
         notice(
-            "The file's weights are quantized, and --quantize rounds them a second time; "
-            "--quantize keep does not."
+            "The weights of the file are already quantized, and --quantize rounds them a "
+            "second time; use --quantize keep to avoid this."
         )
     keeps = checkpoint.quantization is not None or checkpoint.own_levels
     if checkpoint.config.packing is not None and not keeps:
@@ -315,9 +316,8 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
         )
     if not head.config.can_draft:
         notice(
-            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. "
-            "Train an exit head with "
-            "eesd-distill to draft on all text."
+            "Drafts come only from repeated text, because 4-bit weights cannot be "
+            "reduced further. Train an exit head with eesd-distill to draft on all text."
         )
     elif not head.config.trained:
         notice(
@@ -630,8 +630,8 @@ def _check_quickly(checkpoint: Checkpoint, head: Head, options: ExportOptions) -
             "report this model."
         )
     return [
-        "checked: two layers and the head agree with ONNX Runtime's operators (largest difference "
-        f"{max(differences.values()):.0%} of what rounding explains)"
+        "checked: two layers and the head agree with ONNX Runtime's operators (the largest "
+        f"difference is {max(differences.values()):.0%} of what rounding can explain)"
     ]
 
 

@@ -572,7 +572,7 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
     """Print a table on stderr. It has a row for each prompt and a row for all prompts. The columns
     show speeds, speed-ups, and whether tokens and logits are equal."""
     several = len(found) > 1
-    table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
+    table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens per round", "acceptance")
     for number, comparison in enumerate(found, start=1):
         table.add_row(f"[{number}]" if several else "", *_speeds([comparison]))
     if several:
@@ -586,9 +586,11 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
     if alone:
         rate = _rate(alone)
         click.echo(
-            f"plain decoding with one node a pass, which may round otherwise: {rate:.1f} "
-            "tokens/s; drafting is "
-            f"{_rate([one.drafting for one in found]) / rate:.2f}x of it",
+            (
+                "plain decoding with one node per pass (whose rounding may differ): "
+                f"{rate:.1f} tokens/s; drafting is "
+                f"{_rate([one.drafting for one in found]) / rate:.2f}x as fast"
+            ),
             err=True,
         )
     for number, comparison in enumerate(found, start=1):

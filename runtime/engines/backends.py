@@ -235,7 +235,7 @@ def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> E
             )
         engines = _open_torch(directory, manifest, options)._replace(notice=notice)
     unused = (
-        f"There is an NVIDIA driver, and the CPU runs the engines, because {NO_GPU}. "
+        f"There is an NVIDIA driver, but the CPU runs the engines, because {NO_GPU}. "
         f"{engines.notice}"
     )
     return engines._replace(notice=unused.strip()) if nvidia_driver() else engines

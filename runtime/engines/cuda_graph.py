@@ -57,7 +57,7 @@ class CapturedGraph:
             ):
                 work()
         except RuntimeError as error:
-            LOGGER.warning("A call runs without a CUDA graph, and so slower: %s", error)
+            LOGGER.warning("A call runs without a CUDA graph, so it is slower: %s", error)
             self._pool = None
         else:
             self._graph = graph

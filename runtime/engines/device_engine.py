@@ -133,8 +133,8 @@ class DeviceEngine:
     def new_kv_caches(self, count: int = 1) -> Sequence[DeviceKVCache]:
         if count > 1 and not self.exact and not self.is_draft:
             LOGGER.warning(
-                "Requests of a batch may change how a token's logits round, and so the token; "
-                "--exact prevents it."
+                "Requests of a batch may change the rounding of each other's logits, and so "
+                "their tokens; use --exact to prevent this."
             )
         return self.make_memory(count).caches()
 

@@ -243,7 +243,7 @@ class Team:
             self._end_sums()
         else:
             print(
-                f"error: Rank {other} has ended; see what it printed, and start all again.",
+                f"error: Rank {other} has ended; see its output, and start all ranks again.",
                 file=sys.stderr,
             )
         for stream in (sys.stdout, sys.stderr):

@@ -157,7 +157,11 @@ class PlanDirectory:
             path = self._kernel_file(graph)
             if path.exists() and not cache.deserialize(path.read_bytes()):
                 LOGGER.info(
-                    "%s is of another GPU, driver or version; its kernels are compiled again", path
+                    (
+                        "%s was made with another GPU, driver or version, so its kernels are "
+                        "compiled again"
+                    ),
+                    path,
                 )
         config.set_runtime_cache(self._kernel_caches[graph.file])
         return engine.create_execution_context(config)

@@ -421,8 +421,8 @@ def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
 def _warn_of_effort() -> None:
     """Warn once, because clients send an effort with each request."""
     LOGGER.warning(
-        "This model's chat template knows no reasoning effort; reasoning_effort of requests "
-        "is ignored."
+        "This model's chat template does not support reasoning efforts, so "
+        "reasoning_effort of requests is ignored."
     )
 
 

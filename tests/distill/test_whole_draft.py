@@ -209,7 +209,7 @@ def test_without_bits_to_save_the_text_drafts(
     result = succeed(
         export_main, "--model", model, *options, "--max-seq-len", 128, "-o", tmp_path / "plans"
     )
-    assert "Only the text drafts" in result.stderr
+    assert "Drafts come only from repeated text" in result.stderr
     manifest = load_manifest(tmp_path / "plans")
     assert not manifest.exit_head.can_draft and manifest.quantization.draft is None
     llm = load(tmp_path / "plans", threads=1)

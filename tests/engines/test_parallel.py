@@ -274,7 +274,7 @@ eesd.load({str(directory)!r}, "torch").generate([5, 9, 3], max_new_tokens=8)
         assert codes(ranks) == [1, 0]
     assert (
         tmp_path / "0.err"
-    ).read_text() == "error: Rank 1 has ended; see what it printed, and start all again.\n"
+    ).read_text() == "error: Rank 1 has ended; see its output, and start all ranks again.\n"
 
 
 def test_a_script_loads_one_model(directory: Path, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ TORCHRUN = (
     "2",
     "--no-python",
 )
-LOST = "error: Rank {} has ended; see what it printed, and start all again.\n"
+LOST = "error: Rank {} has ended; see its output, and start all ranks again.\n"
 
 
 @pytest.mark.slow

@@ -566,7 +566,7 @@ def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(
         capture_output=True,
         text=True,
     )
-    assert (done.stdout, "and the CPU runs the engines" in done.stderr) == (
+    assert (done.stdout, "but the CPU runs the engines" in done.stderr) == (
         f"{driver}\n",
         driver,
     ), done.stderr

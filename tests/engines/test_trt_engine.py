@@ -686,7 +686,7 @@ def test_real_library_without_a_driver_ends_in_one_error_line(
     options = ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
     assert_refused(run(main, *options), "torch is missing or sees no GPU", "update the driver")
     monkeypatch.setattr(backends, "nvidia_driver", lambda: True)
-    assert "an NVIDIA driver, and the CPU runs the engines" in eesd.load(directory).engines.notice
+    assert "an NVIDIA driver, but the CPU runs the engines" in eesd.load(directory).engines.notice
     monkeypatch.setattr(backends, "torch_sees_gpu", lambda: True)
     assert_refused(
         run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver"

@@ -101,7 +101,7 @@ def test_killed_at_any_line(
             all("killed run" in message for message in caplog.messages)
             and len(caplog.messages) <= 1 + was_aside
         )
-        assert not was_aside or f"{target} is back" in caplog.text
+        assert not was_aside or f"Restored {target}" in caplog.text
     assert moments > 20 and text_of(target) == "new"
     assert bool(moved_aside) == (replaces and write is write_directory)
 
@@ -112,7 +112,8 @@ def test_the_next_writer_says_what_it_removed(
 ) -> None:
     kill_writer(tmp_path / "state.json")
     write_file(tmp_path / "state.json")
-    assert caplog.messages == [f"Removed what a killed run left beside {tmp_path / 'state.json'}."]
+    [message] = caplog.messages
+    assert message == f"Removed files that a killed run left next to {tmp_path / 'state.json'}."
     assert listing(tmp_path) == ["state.json"]
 
 
@@ -277,7 +278,7 @@ def test_a_directory_that_was_moved_aside_comes_back(
         == 2
     )
     assert contents(engine_copy) == before
-    assert f"{engine_copy} is back" in caplog.text
+    assert f"Restored {engine_copy}" in caplog.text
     assert listing(engine_copy.parent) == ["plans"]
 
 

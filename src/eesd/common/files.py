@@ -192,14 +192,14 @@ class Claim(NamedTuple):
             # can decide which to keep.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
-                    LOGGER.warning(
-                        "%s is back, which a killed run had moved aside to replace it.", self.target
-                    )
+                    LOGGER.warning("Restored %s, which a killed run had moved aside.", self.target)
                     left = lexists(self.new)
                 self.clean_up()
                 if not (lexists(self.new) or lexists(self.old)):
                     if left:
-                        LOGGER.warning("Removed what a killed run left beside %s.", self.target)
+                        LOGGER.warning(
+                            "Removed files that a killed run left next to %s.", self.target
+                        )
                     return
         kept = " and ".join(str(path) for path in (self.new, self.old) if lexists(path))
         if kept:
