@@ -266,6 +266,7 @@ def test_a_family_is_computed_as_transformers_does(
         ("olmo2", 1),
         ("gemma3_text", 1),
         ("hunyuan_v1_dense", 1),
+        ("hunyuan_v1_moe", 1),
         ("lfm2", 1),
     ),
 )

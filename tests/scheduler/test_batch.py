@@ -19,6 +19,7 @@ from support.batches import (
     Record,
     alone,
     arrive_at_random,
+    check_pauses,
     logprobs,
     requests,
     run,
@@ -640,41 +641,4 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 
 def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
-    """The youngest request is the first that has to wait. Requests continue later with the tokens
-    and log-probabilities that they have alone. Nothing is refused."""
-    slot = llm.engines.verify.new_kv_caches()[0].slot_bytes
-    nodes = llm.manifest.max_tree_nodes
-    options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)
-    given = [
-        Request(
-            tokens=list(range(1, 20 + 30 * (number % 3))),
-            sampling=replace(SAMPLINGS[number % 4], seed=number),
-            max_new_tokens=(8, 150)[number % 2],  # after short texts, short texts are expected
-            ignore_eos=True,
-            logprobs=2,
-            prompt_logprobs=1,
-        )
-        for number in range(12)
-    ]
-    scheduler = Scheduler(llm, options)
-    most = 0.0
-    records = [Record() for _ in given]
-    for request, record in zip(given, records, strict=True):
-        generation = Generation(request, record)
-        scheduler.check(generation)
-        scheduler.add(generation)
-    while scheduler.step():
-        most = max(most, scheduler.kv_used)
-    assert scheduler.pauses > 2 and 0.5 < most <= 1
-    for request, record in zip(given, records, strict=True):
-        assert record.tokens == alone(llm, request) and record.reason == "length"
-        [prompt] = [update.prompt_logprobs for update in record.updates if update.prompt_logprobs]
-        assert [one.token for one in prompt] == list(request.tokens)
-    roomy = run(Scheduler(llm, replace(OPTIONS, prefix_memory=0)), given)
-    for record, other in zip(records, roomy, strict=True):
-        assert [output.logprob for update in record.updates for output in update.tokens] == [
-            output.logprob for update in other.updates for output in update.tokens
-        ]
-        assert [u.prompt_logprobs for u in record.updates if u.prompt_logprobs] == [
-            u.prompt_logprobs for u in other.updates if u.prompt_logprobs
-        ]
+    check_pauses(llm)

@@ -144,3 +144,51 @@ def few(count: int) -> list[Request]:
         replace(request, max_new_tokens=min(request.max_new_tokens, 12))
         for request in given[:count]
     ]
+
+
+def check_pauses(
+    llm: LLM,
+    rows: int = 5,
+    levels: int | None = None,
+    samplings: Sequence[Sampling] = SAMPLINGS,
+) -> None:
+    """Check that requests pause if memory runs out, the youngest request first. Later they continue
+    with the tokens that they have alone, and with the log-probabilities that they have in a batch
+    that has enough memory and drafts nothing. Nothing is refused."""
+    slot = llm.engines.verify.new_kv_caches()[0].slot_bytes
+    options = replace(OPTIONS, max_rows=rows, prefix_memory=0, levels=levels)
+    memory = (260 + 2 * llm.manifest.max_tree_nodes) * slot
+    given = [
+        Request(
+            tokens=list(range(1, 20 + 30 * (number % 3))),
+            sampling=replace(samplings[number % len(samplings)], seed=number),
+            max_new_tokens=(8, 150)[number % 2],  # after short texts, short texts are expected
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1,
+        )
+        for number in range(2 * rows + 2)
+    ]
+    scheduler = Scheduler(llm, replace(options, kv_memory=memory))
+    most = 0.0
+    records = [Record() for _ in given]
+    for request, record in zip(given, records, strict=True):
+        generation = Generation(request, record)
+        scheduler.check(generation)
+        scheduler.add(generation)
+    while scheduler.step():
+        most = max(most, scheduler.kv_used)
+    assert scheduler.pauses > 1 and 0.5 < most <= 1, (scheduler.pauses, most)
+    for request, record in zip(given, records, strict=True):
+        assert record.tokens == alone(llm, request) and record.reason == "length"
+        [prompt] = [update.prompt_logprobs for update in record.updates if update.prompt_logprobs]
+        assert [one.token for one in prompt] == list(request.tokens)
+    # With rejection sampling, the tokens depend on the drafts.
+    plain = [replace(one, draft=one.sampling.method == "rejection") for one in given]
+    for record, other in zip(records, run(Scheduler(llm, options), plain), strict=True):
+        assert [output.logprob for update in record.updates for output in update.tokens] == [
+            output.logprob for update in other.updates for output in update.tokens
+        ]
+        assert [u.prompt_logprobs for u in record.updates if u.prompt_logprobs] == [
+            u.prompt_logprobs for u in other.updates if u.prompt_logprobs
+        ]
