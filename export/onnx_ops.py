@@ -26,7 +26,9 @@ from eesd.common.architecture import (
     DELTA_DECAY,
     DELTA_EPS,
     DELTA_NORM,
+    DELTA_SKIP,
     DELTA_TAPS,
+    DELTA_TAPS_BIAS,
     LOGIT_BIAS,
     SINKS,
     TAPS,
@@ -246,6 +248,10 @@ class OnnxOperations:
 
     def multiply(self, x: str, y: str, name: str) -> str:
         return self.node("Mul", [x, y])
+
+    def times(self, x: str, module: str, size: int, name: str) -> str:
+        wide = [self._cast(x, self.dtype, "float32"), self.weight(module, size)]
+        return self._narrow(self.node("Mul", wide))
 
     def limit(self, x: str, most: float, name: str) -> str:
         bounds = [self.constant(bound, self.dtype) for bound in (-most, most)]
@@ -780,50 +786,65 @@ class OnnxOperations:
         return self._cast(weight.name, weight.dtype, "float32")
 
     def delta_rule(self, x: str, block: Block, name: str) -> str:
-        """The deltas of a pass are computed token by token, and everything else is computed as
-        matrix products.
+        """The deltas of the delta rule are computed token by token, and everything else is computed
+        as matrix products.
 
         States and outputs are computed in float32.
         """
         rule = block.geometry.delta
         assert rule is not None
-        heads = rule.value_heads
-        mixed, gates, *numbers = self._split(x, [rule.mixed, rule.values, heads, heads], -1)
-        steps, inputs = (self._cast(one, self.dtype, "float32") for one in numbers)
+        mixed, gates, *numbers = self._split(x, [*rule.inputs.values()], -1)
+        *steps, inputs = (self._cast(one, self.dtype, "float32") for one in numbers)
         states = self._all_states(block)
         old, keys, deltas, logs = self._split(states, rule.parts, -1)
         old = self._scattered(old, self._cast(mixed, self.dtype, "float32"))
-        convolved = self._silu(self._convolved(mixed, old, block, DELTA_TAPS, rule.taps))
-        columns = self._split(convolved, [rule.keys, rule.keys, rule.values], -1)
-        q, k = (self._unit(self._heads_apart(one, rule.key_dim)) for one in columns[:2])
-        q = self.node("Mul", [q, self._float(rule.key_dim**-0.5)])
+        convolved = self._convolved(mixed, old, block, DELTA_TAPS, rule.taps)
+        if rule.conv_bias:
+            convolved = self.node("Add", [convolved, self._wide(block, DELTA_TAPS_BIAS)])
+        columns = self._split(self._silu(convolved), [rule.keys, rule.keys, rule.values], -1)
+        q, k = (self._heads_apart(one, rule.key_dim) for one in columns[:2])
         v = self._heads_apart(columns[2], rule.value_dim)
+        if not rule.space:
+            q = self.node("Mul", [self._unit(q), self._float(rule.key_dim**-0.5)])
+            k = self._unit(k)
         inputs = self.node("Add", [inputs, self._wide(block, DELTA_BIAS)])
+        sizes = self.node("Softplus", [inputs])
         rate = self.node("Exp", [self._wide(block, DELTA_DECAY)])
-        new = self.node("Neg", [self.node("Mul", [self.node("Softplus", [inputs]), rate])])
+        new = self.node("Neg", [self.node("Mul", [sizes, rate])])
         decays = self._decays(self._scattered(logs, new))
         own = self._heads_joined(k, rule.keys)
         keys = self._heads_apart(self._scattered(keys, own), rule.key_dim)
         keys = self.node("Transpose", [keys], perm=[0, 1, 3, 2])
-        group = heads // rule.key_heads
         # There are at least two rows, because ONNX Runtime adds the products of a single row in
         # another order.
-        rows = self._grouped(self.node("Concat", [k, q], axis=2), keys, group)
+        rows = self._grouped(
+            self.node("Concat", [k, q], axis=2), keys, rule.value_heads // rule.key_heads
+        )
         scores = self.nodes_of("Split", [rows], 2, axis=2, num_outputs=2)
         weights = [self.node("Mul", [one, decays]) for one in scores]
-        unknown = self.node("ConstantOfShape", [self.node("Shape", [columns[2]])])
-        deltas = self._heads_apart(self._scattered(deltas, unknown), rule.value_dim)
-        steps = self._heads_apart(self.node("Sigmoid", [steps]), 1)
-        deltas, solved = self._solved(weights[0], v, steps, deltas, f"{block.prefix}deltas")
-        solved = self._heads_joined(solved, rule.values)
-        state = [mixed, *[self._narrow(one) for one in (own, solved, new)]]
+        if rule.space:
+            solved = self.node("Mul", [v, self._heads_apart(sizes, 1)])
+            all_new = self._heads_joined(solved, rule.values)
+            deltas = self._heads_apart(self._scattered(deltas, all_new), rule.value_dim)
+        else:
+            unknown = self.node("ConstantOfShape", [self.node("Shape", [columns[2]])])
+            deltas = self._heads_apart(self._scattered(deltas, unknown), rule.value_dim)
+            rates = self._heads_apart(self.node("Sigmoid", [steps[0]]), 1)
+            deltas, solved = self._solved(weights[0], v, rates, deltas, f"{block.prefix}deltas")
+        joined = self._heads_joined(solved, rule.values)
+        state = [mixed, *[self._narrow(one) for one in (own, joined, new)]]
         self._write_states(self.concat(state, ""), sum(rule.parts), block.state_caches)
         twice = [weights[1], self._slice(weights[1], 0, 1, 2)]
         y = self.node("MatMul", [self.node("Concat", twice, axis=2), deltas])
-        y = self.norm(self._narrow(self._slice(y, 0, -1, 2)), block.norm(DELTA_NORM))
-        y = self._cast(self._heads_joined(y, rule.values), self.dtype, "float32")
+        y = self._slice(y, 0, -1, 2)
+        if rule.space:
+            skip = self._reshape(self._wide(block, DELTA_SKIP), [-1, 1, 1])
+            y = self.node("Add", [y, self.node("Mul", [v, skip])])
+        else:
+            y = self.norm(self._narrow(y), block.norm(DELTA_NORM))
+            y = self._cast(y, self.dtype, "float32")
         gate = self._silu(self._cast(gates, self.dtype, "float32"))
-        return self._narrow(self.node("Mul", [y, gate]))
+        return self._narrow(self.node("Mul", [self._heads_joined(y, rule.values), gate]))
 
     def _narrow(self, x: str) -> str:
         """A float32 value in the graph's type."""

@@ -174,7 +174,7 @@ def check_precision(manifest: Manifest) -> None:
             f"{manifest.geometry.architecture} needs; run the directory with --backend torch.": (
                 bool(missing)
             ),
-            "Plans of layers with the gated delta rule, which "
+            "Plans of layers with the gated delta rule or a state space, which "
             f"{manifest.geometry.architecture} has, are not supported; run the directory with "
             "--backend ort or torch.": manifest.geometry.delta is not None,
             "The directory's weights have the levels of their GGUF file, for which TensorRT "

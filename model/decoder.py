@@ -90,7 +90,7 @@ def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> Non
 def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
     shape = shapes[f"{name}.weight"]
     if len(shape) == 1:
-        wide = wide or name.endswith(CHOICE_BIAS)
+        wide = wide or name.endswith((CHOICE_BIAS, "factors"))
         return Normalization(shape[0], wide, f"{name}.bias" in shapes)
     if len(shape) == 3:
         return nn.Conv1d(shape[0], shape[0], shape[2], groups=shape[0], bias=False)

@@ -31,7 +31,9 @@ from eesd.common.architecture import (
     DELTA_DECAY,
     DELTA_EPS,
     DELTA_NORM,
+    DELTA_SKIP,
     DELTA_TAPS,
+    DELTA_TAPS_BIAS,
     LOGIT_BIAS,
     SINKS,
     TAPS,
@@ -273,6 +275,10 @@ class TorchOperations:
 
     def multiply(self, x: Tensor, y: Tensor, name: str) -> Tensor:
         return x * y
+
+    def times(self, x: Tensor, module: str, size: int, name: str) -> Tensor:
+        wide: Tensor = x.float() * self.module(module).weight.float()
+        return wide.to(x.dtype)
 
     def limit(self, x: Tensor, most: float, name: str) -> Tensor:
         return x.clamp(-most, most)
@@ -597,36 +603,52 @@ class TorchOperations:
         """
         rule = block.geometry.delta
         assert rule is not None
-        heads = rule.value_heads
-        mixed, gates, steps, decays = torch.split(x, [rule.mixed, rule.values, heads, heads], -1)
+        mixed, gates, *steps, decays = torch.split(x, list(rule.inputs.values()), -1)
         whole = self._inputs().whole
         if not whole:
             self._write_states(mixed, block.state_caches)
-        convolved = silu(self._convolved(mixed, block, DELTA_TAPS, rule.taps))
-        parts = torch.split(convolved, [rule.keys, rule.keys, rule.values], -1)
+        convolved = self._convolved(mixed, block, DELTA_TAPS, rule.taps)
+        if rule.conv_bias:
+            convolved = convolved + self._wide_weight(block, DELTA_TAPS_BIAS)
+        parts = torch.split(silu(convolved), [rule.keys, rule.keys, rule.values], -1)
         sizes = (rule.key_dim, rule.key_dim, rule.value_dim)
         q, k, v = (_heads(one, size) for one, size in zip(parts, sizes, strict=True))
-        q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + DELTA_EPS) for one in (q, k))
-        bias = self.module(f"{block.prefix}{DELTA_BIAS}").weight.float()
-        rate = self.module(f"{block.prefix}{DELTA_DECAY}").weight.float().exp()
-        logs = -rate * softplus(decays.double() + bias).float()
-        steps = steps.double().sigmoid().float()
-        given = _Deltas(q * rule.key_dim**-0.5, k, v, steps, logs)
+        bias = self._wide_weight(block, DELTA_BIAS)
+        rate = self._wide_weight(block, DELTA_DECAY).exp()
+        sizes_of_steps = softplus(decays.double() + bias).float()
+        if rule.space:
+            given = _Deltas(q, k, v * sizes_of_steps[..., None], None, -rate * sizes_of_steps)
+        else:
+            q, k = (
+                one * torch.rsqrt(one.square().sum(-1, keepdim=True) + DELTA_EPS) for one in (q, k)
+            )
+            rates = steps[0].double().sigmoid().float()
+            given = _Deltas(q * rule.key_dim**-0.5, k, v, rates, -rate * sizes_of_steps)
         y = self._ruled_whole(given) if whole else self._ruled(given, mixed, block)
-        y = self.norm(y.to(x.dtype), block.norm(DELTA_NORM)).float().flatten(2)
-        return (y * silu(gates.float())).to(x.dtype)
+        if rule.space:
+            y = y + self._wide_weight(block, DELTA_SKIP)[:, None] * v
+        else:
+            y = self.norm(y.to(x.dtype), block.norm(DELTA_NORM)).float()
+        return (y.flatten(2) * silu(gates.float())).to(x.dtype)
+
+    def _wide_weight(self, block: Block, name: str) -> Tensor:
+        """A weight of a block in float32."""
+        weight: Tensor = self.module(f"{block.prefix}{name}").weight
+        return weight.float()
 
     def _ruled_whole(self, given: "_Deltas") -> Tensor:
         """Return the outputs for whole sequences."""
         sums = given.logs.transpose(1, 2).cumsum(-1)
         earlier = numbers(sums, 2)[:, None] >= numbers(sums, 2)
         decays = torch.where(earlier, sums[..., None] - sums[:, :, None], -torch.inf).exp()
-        steps = given.steps.transpose(1, 2)[..., None]
         keys = given.k.permute(0, 2, 3, 1)
-        system = given.scores(given.k, keys, decays) * steps
-        deltas = torch.linalg.solve_triangular(
-            system, given.v.transpose(1, 2) * steps, upper=False, unitriangular=True
-        )
+        deltas = given.v.transpose(1, 2)
+        if given.steps is not None:
+            steps = given.steps.transpose(1, 2)[..., None]
+            system = given.scores(given.k, keys, decays) * steps
+            deltas = torch.linalg.solve_triangular(
+                system, deltas * steps, upper=False, unitriangular=True
+            )
         y: Tensor = given.scores(given.q, keys, decays) @ deltas
         return y.transpose(1, 2)
 
@@ -652,13 +674,15 @@ class TorchOperations:
         rows = numbers(mixed, 0)[:, None, None]
         heads = numbers(decays, 1)[:, None]
         v = given.v.transpose(1, 2)
-        steps = given.steps.transpose(1, 2)[..., None]
         found = []
         for token in range(mixed.shape[1]):  # always products of a single token
             at = slice(token, token + 1)
             both = torch.cat((given.k[:, at], given.q[:, at]), 1)
             known, seen_by = torch.split(given.scores(both, keys, decays[:, :, at]), 1, 2)
-            new = (v[:, :, at] - known @ deltas) * steps[:, :, at]
+            new = v[:, :, at]
+            if given.steps is not None:
+                step = given.steps[:, at].transpose(1, 2)[..., None]
+                new = (new - known @ deltas) * step
             deltas[rows, heads, inputs.own_slots[:, None, at]] = new
             own[2][:, at] = new.transpose(1, 2).flatten(2)
             found.append(seen_by @ deltas)
@@ -727,19 +751,19 @@ def _near_shares(logits: Tensor, indices: Tensor, margin: float) -> Tensor:
 
 @dataclass
 class _Deltas:
-    """Tokens of the delta rule, in float32.
+    """Tokens of the delta rule or of a state space, in float32.
 
     Attributes:
-        q, k: Normalized queries and keys, [B, n, key heads, key_dim].
-        v: Values [B, n, value heads, value_dim].
-        steps: Step sizes [B, n, value heads].
+        q, k: Queries and keys, [B, n, key heads, key_dim]. The delta rule normalizes them.
+        v: Values [B, n, value heads, value_dim]. In a state space, these are the deltas.
+        steps: Step sizes [B, n, value heads], or None in a state space.
         logs: Logarithms of decays, of the same shape.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    steps: Tensor
+    steps: Tensor | None
     logs: Tensor
 
     def scores(self, rows: Tensor, keys: Tensor, decays: Tensor) -> Tensor:

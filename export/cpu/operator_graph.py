@@ -21,7 +21,9 @@ from eesd.common.architecture import (
     DELTA_BIAS,
     DELTA_DECAY,
     DELTA_NORM,
+    DELTA_SKIP,
     DELTA_TAPS,
+    DELTA_TAPS_BIAS,
     LOGIT_BIAS,
     SINKS,
     TAPS,
@@ -171,6 +173,9 @@ class _Builder:
 
     def multiply(self, x: str, y: str, name: str) -> str:
         return self._node("Mul", [x, y], name, domain="")
+
+    def times(self, x: str, module: str, size: int, name: str) -> str:
+        return self.multiply(x, self._small(f"{module}.weight"), name)
 
     def limit(self, x: str, most: float, name: str) -> str:
         bounds = [self._scalar(f"bound {bound}", bound) for bound in (-most, most)]
@@ -403,16 +408,17 @@ class _Builder:
     def delta_rule(self, x: str, block: Block, name: str) -> str:
         rule = block.geometry.delta
         assert rule is not None
-        parts = (DELTA_TAPS, DELTA_DECAY, DELTA_BIAS, DELTA_NORM)
+        last = DELTA_SKIP if rule.space else DELTA_NORM
+        parts = (DELTA_TAPS, DELTA_DECAY, DELTA_BIAS, last, DELTA_TAPS_BIAS)
         weights = [self._small(f"{block.prefix}{part}.weight") for part in parts]
         return self._states(
             "DeltaRule",
             [x, "tokens", "paths", *weights],
             name,
-            block.cache,
+            block.state_caches.start,
             block.geometry.state_size,
             **asdict(rule),
-            states_at=states_at(self.manifest)[block.cache].start,
+            states_at=states_at(self.manifest)[block.state_caches.start].start,
             keeps=int(not self._draft),
             epsilon=block.geometry.rms_norm_eps,
         )

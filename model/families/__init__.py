@@ -14,6 +14,7 @@ from eesd.model.families.deepseek import (
 from eesd.model.families.dots1 import DOTS1
 from eesd.model.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from eesd.model.families.exaone4 import EXAONE4, EXAONE_MOE
+from eesd.model.families.falcon_h1 import FALCON_H1
 from eesd.model.families.gemma import GEMMA
 from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
@@ -77,6 +78,7 @@ _DENSE = (
     GLM,
     GLM4,
     GRANITE_HYBRID,
+    FALCON_H1,
     MINISTRAL,
     MINISTRAL3,
     ARCEE,

@@ -36,7 +36,8 @@ def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     return own._replace(parts={**own.parts, **parts})
 
 
-def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+def granite_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """Return the tensors of a mixture with the decoder's names."""
     assert geometry.experts is not None
     halves = (f"{SHARED}.gate_proj", f"{SHARED}.up_proj")
     parts = dict.fromkeys(halves, geometry.experts.shared)
@@ -44,7 +45,7 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 GRANITE_MOE = Family(
-    "granitemoe", "GraniteMoeForCausalLM", positions=2048, own=_own, tensors=_tensors
+    "granitemoe", "GraniteMoeForCausalLM", positions=2048, own=_own, tensors=granite_tensors
 )
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from eesd.common.architecture import Model
 from eesd.common.errors import EESDError
-from eesd.common.geometry import DELTA
+from eesd.common.geometry import RULED
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Values
 
@@ -51,18 +51,19 @@ def tile_bytes(manifest: Manifest) -> int:
 
 
 def states_at(manifest: Manifest) -> dict[int, range]:
-    """Return the byte ranges, in a float32 cache, of the states of layers with the delta rule. The
-    keys are the indices of each layer's first cache."""
+    """Return the byte ranges, in a float32 cache, of the states of layers with the delta rule or a
+    state space. The keys are the indices of each layer's first cache of states."""
     geometry = manifest.geometry
     rule = geometry.delta
     if rule is None:
         return {}
     width = -(-rule.value_dim // TILE) * TILE
     size = HEADER + 8 * rule.value_heads * rule.key_dim * width
-    layers = [one for one in range(geometry.num_layers) if geometry.kind(one) == DELTA]
+    model = Model(geometry, manifest.exit_head)
+    layers = [one for one in map(model.layer, range(geometry.num_layers)) if one.kind in RULED]
     start = tile_bytes(manifest)
     return {
-        geometry.caches_of(layer).start: range(start + size * at, start + size * (at + 1))
+        layer.state_caches.start: range(start + size * at, start + size * (at + 1))
         for at, layer in enumerate(layers)
     }
 
@@ -70,9 +71,9 @@ def states_at(manifest: Manifest) -> dict[int, range]:
 class CpuKVCache:
     """The keys and values of one sequence.
 
-    Layers with the delta rule have records in the memory of their tiles instead, and two states
-    after all tiles. See ``DeltaRule`` in ``runtime/operators/operators.cpp``. States are computed
-    from records, so only records are moved or kept.
+    Layers with the delta rule or a state space have records in the memory of their tiles instead,
+    and two states after all tiles. See ``DeltaRule`` in ``runtime/operators/operators.cpp``. States
+    are computed from records, so only records are moved or kept.
 
     Args:
         manifest: Manifest of the engine directory.
@@ -199,7 +200,8 @@ class CpuKVCache:
 
 
 class _Records:
-    """The records of a layer with the delta rule, as a view of the memory of its tiles.
+    """The records of a layer with the delta rule or a state space, as a view of the memory of its
+    tiles.
 
     Args:
         memory: [caches, 2, KV, S / 16, bytes of a tile] of the layer.

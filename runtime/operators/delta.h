@@ -1,4 +1,4 @@
-// The gated delta rule: the results of a token's convolution, and the steps of a head's state.
+// The gated delta rule and state spaces: the results of a token's convolution, and the steps of a head's state.
 
 static inline Floats logistic(Floats a) { return div(all(1.f), add(all(1.f), exponential(sub(all(0), a)))); }
 static inline Floats silu(Floats a) { return div(a, add(all(1.f), exponential(sub(all(0), a)))); }
@@ -26,7 +26,7 @@ static inline void make_unit(const float *x, float scale, int64_t size, float *y
   }
 }
 
-// Write the records of tokens, with values in place of deltas, and the other inputs of the tokens' steps.
+// Write the records of tokens, and the other inputs of the tokens' steps. For the delta rule, values take the place of deltas.
 static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
   const int64_t keys = job.keys(), mixed = job.mixed();
   for (int64_t t = first_token; t < last_token; t++) {
@@ -35,7 +35,7 @@ static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
     memcpy(record, x, (size_t)mixed * sizeof(float));
     for (int64_t i = 0; i < mixed; i += 16) {
       const int64_t count = least(16, mixed - i);
-      Floats sum = all(0);
+      Floats sum = job.taps_bias ? load_some(job.taps_bias + i, count) : all(0);
       for (int64_t distance = job.taps - 1; distance >= 0; distance--) {
         const float *state = distance ? before[distance - 1] : x;
         if (!state) continue;
@@ -44,18 +44,20 @@ static void mix(const DeltaRule &job, int64_t first_token, int64_t last_token) {
       store_some(convolved + i, count, silu(sum));
     }
     const float scale = 1.f / __builtin_sqrtf((float)job.key_dim);
-    for (int64_t h = 0; h < job.key_heads; h++) {
+    if (job.space) memcpy(record + mixed, convolved + keys, (size_t)keys * sizeof(float));
+    for (int64_t h = 0; !job.space && h < job.key_heads; h++) {
       const int64_t at = h * job.key_dim;
       make_unit(convolved + at, scale, job.key_dim, convolved + at);
       make_unit(convolved + keys + at, 1.f, job.key_dim, record + mixed + at);
     }
-    memcpy(record + mixed + keys, convolved + 2 * keys, (size_t)job.values() * sizeof(float));
-    const float *inputs = x + mixed + job.values() + job.value_heads;
-    float *logs = record + mixed + keys + job.values();
+    const float *inputs = x + job.columns() - job.value_heads, *values = convolved + 2 * keys;
+    float *deltas = record + mixed + keys, *logs = deltas + job.values();
     for (int64_t h = 0; h < job.value_heads; h++) {
       float rate[16];
       store(rate, exponential(all(job.decay[h])));
-      logs[h] = (0 - softplus(inputs[h] + job.bias[h])) * rate[0];
+      const float size = softplus(inputs[h] + job.bias[h]);
+      logs[h] = (0 - size) * rate[0];
+      for (int64_t j = h * job.value_dim; j < (h + 1) * job.value_dim; j++) deltas[j] = job.space ? values[j] * size : values[j];
     }
   }
 }
@@ -65,7 +67,7 @@ template <int count> static inline void step_columns(const DeltaRule &job, const
                                                      int64_t d, const float *from, float *to, float *deltas, float *y) {
   Floats delta[count], sum[count];
   for (int c = 0; c < count; c++) delta[c] = load_some(deltas + d + 16 * c, least(16, job.value_dim - d - 16 * c));
-  if (query) {
+  if (query && !job.space) {
     for (int c = 0; c < count; c++) sum[c] = all(0);
     for (int64_t k = 0; k < job.key_dim; k++)
       for (int c = 0; c < count; c++) sum[c] = fma(mul(load(from + k * job.width + d + 16 * c), decay), all(key[k]), sum[c]);
@@ -99,18 +101,21 @@ static void step(const DeltaRule &job, int64_t token, float *record, int64_t str
       const Floats decay = exponential(all(own[mixed + keys + job.values() + head]));
       const float *query = computes ? job.convolved + (token + i) * mixed + key_at : nullptr;
       float *y = computes ? job.y + (token + i) * job.values() + head * job.value_dim : nullptr;
-      const Floats rate = computes ? logistic(all(job.x[(token + i) * job.columns() + mixed + job.values() + head])) : all(0);
+      const Floats rate = computes && !job.space ? logistic(all(job.x[(token + i) * job.columns() + mixed + job.values() + head])) : all(0);
       with_number<4>(least(4, (job.width - d) / 16), [&](auto vectors) {
         step_columns<decltype(vectors)::value>(job, own + mixed + key_at, query, decay, rate, d, i ? to : from, to, deltas, y);
       });
     }
   for (int64_t i = 0; computes && i < count; i++) {
     float *y = job.y + (token + i) * job.values() + head * job.value_dim;
-    normalize(y, job.norm, job.epsilon, job.value_dim, y);
+    if (!job.space) normalize(y, job.norm, job.epsilon, job.value_dim, y);
     const float *gate = job.x + (token + i) * job.columns() + mixed + head * job.value_dim;
+    const float *value = job.convolved + (token + i) * mixed + 2 * keys + head * job.value_dim;
     for (int64_t j = 0; j < job.value_dim; j += 16) {
       const int64_t some = least(16, job.value_dim - j);
-      store_some(y + j, some, mul(load_some(y + j, some), silu(load_some(gate + j, some))));
+      Floats out = load_some(y + j, some);
+      if (job.space) out = fma(all(job.skip[head]), load_some(value + j, some), out);
+      store_some(y + j, some, mul(out, silu(load_some(gate + j, some))));
     }
   }
 }

@@ -240,15 +240,17 @@ struct Combination {
   float *y;
 };
 
-// Tokens of the gated delta rule. A token's cache slot has a record: the inputs of the convolution, keys, deltas, and the logarithms of
-// decays. The state of a head is [key_dim, width].
+// Tokens of the gated delta rule or of a state space. A token's cache slot has a record: the inputs of the convolution, keys, deltas, and
+// the logarithms of decays. The state of a head is [key_dim, width].
 constexpr float DELTA_EPSILON = 1e-6f;
 struct DeltaRule {
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  bool space;     // whether it is a state space
   int64_t width;  // value_dim, rounded up to a multiple of 16
   float epsilon;
-  const float *weights, *decay, *bias, *norm;  // [taps, mixed], [value_heads] twice, [value_dim]
-  const float *x;                              // [tokens, columns]: mixed, gates, rates, decays
+  const float *weights, *decay, *bias, *norm;  // [taps, mixed], [value_heads] twice, [value_dim]; a state space has no norm
+  const float *skip, *taps_bias;               // [value_heads] of a state space, [mixed] or null
+  const float *x;                              // [tokens, columns]: mixed, gates, rates unless it is a state space, decays
   float *const *records;                       // [tokens]
   const float *const *before;                  // [tokens, taps - 1]: inputs of earlier tokens, the latest first; null if there is none
   float *convolved;                            // [tokens, mixed]
@@ -257,7 +259,7 @@ struct DeltaRule {
   [[gnu::always_inline]] int64_t keys() const { return key_heads * key_dim; }
   [[gnu::always_inline]] int64_t values() const { return value_heads * value_dim; }
   [[gnu::always_inline]] int64_t mixed() const { return 2 * keys() + values(); }
-  [[gnu::always_inline]] int64_t columns() const { return mixed() + values() + 2 * value_heads; }
+  [[gnu::always_inline]] int64_t columns() const { return mixed() + values() + (space ? 1 : 2) * value_heads; }
   [[gnu::always_inline]] int64_t record_size() const { return mixed() + keys() + values() + value_heads; }
   [[gnu::always_inline]] int64_t state_size() const { return key_dim * width; }
 };

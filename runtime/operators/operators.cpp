@@ -737,7 +737,8 @@ class Convolve {
 };
 
 // x [T, columns], tokens [T, 5] int64, paths [T, P] int32, weights [mixed, 1, taps], logarithms of decays and biases [value_heads],
-// norm [value_dim] -> y [T, values]: the gated delta rule. Each token's record is written into its slot, and states are recomputed from
+// norm [value_dim] or factors of values [value_heads], biases of the convolution [mixed] or empty -> y [T, values]: the gated delta rule
+// or a state space. Each token's record is written into its slot, and states are recomputed from
 // records. After the tiles of a cache, each layer with the rule has a header and two states of all heads. The header has the number of
 // slots after which each state stands (0: it holds nothing), and the index of the committed state.
 class Rule {
@@ -755,6 +756,7 @@ class Rule {
     job_.value_dim = positive(node, "value_dim");
     job_.taps = positive(node, "taps");
     job_.epsilon = node.real("epsilon");
+    job_.space = node.integer("space") != 0;
     check(job_.key_dim <= MAX_HEAD && job_.value_dim <= MAX_HEAD && job_.taps <= 16 && job_.value_heads <= 4096 &&
               job_.value_heads % job_.key_heads == 0, "the sizes of the delta rule are out of range");
     check(cache_.size() == job_.record_size(), "a record has another size");
@@ -762,8 +764,10 @@ class Rule {
     const float *weights = node.floats(3, job_.mixed() * job_.taps, "the weights of a convolution have another size");
     job_.decay = node.floats(4, job_.value_heads, "decays have another size");
     job_.bias = node.floats(5, job_.value_heads, "biases have another size");
-    job_.norm = node.floats(6, job_.value_dim, "the norm has another size");
-    check(weights && job_.decay && job_.bias && job_.norm, "the delta rule has no weights");
+    if (job_.space) job_.skip = node.floats(6, job_.value_heads, "there is a factor for each head");
+    else job_.norm = node.floats(6, job_.value_dim, "the norm has another size");
+    job_.taps_bias = node.floats(7, job_.mixed(), "the biases of a convolution have another size");
+    check(weights && job_.decay && job_.bias && (job_.norm || job_.skip), "the delta rule has no weights");
     for (int64_t tap = 0; tap < job_.taps; tap++)
       for (int64_t i = 0; i < job_.mixed(); i++) weights_.push_back(weights[i * job_.taps + tap]);
   }

@@ -185,6 +185,10 @@ def narrowed(name: str) -> dict[str, Any]:
         config |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
         groups = {"n_group": 2, "topk_group": 1}
         config |= {key: min(config[key], most) for key, most in groups.items() if key in config}
+    if "mamba_n_heads" in config:
+        inner = config.get("mamba_d_ssm") and 2 * config["hidden_size"]
+        config |= {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 12}
+        config |= {"mamba_d_ssm": inner} if inner else {}
     if config["model_type"] == "gemma4_text":
         config |= {"vocab_size_per_layer_input": 61, "global_head_dim": 2 * size}
         config |= {
@@ -236,6 +240,10 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
     )  # type: ignore[no-untyped-call]
     randomise(model, 0)
+    if "mamba_n_heads" in config:
+        inner = config.get("mamba_d_ssm") and 2 * config["hidden_size"]
+        config |= {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 12}
+        config |= {"mamba_d_ssm": inner} if inner else {}
     if config["model_type"] == "gemma4_text":
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data *= 0.2  # no other factor scales the scores

@@ -244,14 +244,14 @@ static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t w
   }
 }
 
-// Tokens of the delta rule that follow each other, in two calls; then the state of all of them again, from their records.
-static void check_delta(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps) {
+// Tokens of the delta rule, or of a state space, that follow each other, in two calls; then the state of all of them again, from their records.
+static void check_delta(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps, bool space) {
   if (left_out()) return;
   const int64_t count = 5, first = 2;
-  DeltaRule job = {key_heads, value_heads, key_dim, value_dim, taps, (value_dim + 15) / 16 * 16, 1e-5f, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  DeltaRule job = {key_heads, value_heads, key_dim, value_dim, taps, space, (value_dim + 15) / 16 * 16, 1e-5f, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
   Exact<float> weights(taps * job.mixed()), decay(value_heads), bias(value_heads), norm(value_dim), x(count * job.columns());
-  Exact<float> expected(count * job.values());
-  fill(weights), fill(decay), fill(bias), fill(norm), fill(x);
+  Exact<float> expected(count * job.values()), skip(value_heads), taps_bias(job.mixed());
+  fill(weights), fill(decay), fill(bias), fill(norm), fill(x), fill(skip), fill(taps_bias);
   for (const Kernels *kernels : every) {
     if (!kernels->supported()) continue;
     Exact<float> records(count * job.record_size()), convolved(count * job.mixed()), y(count * job.values());
@@ -264,6 +264,7 @@ static void check_delta(int64_t key_heads, int64_t value_heads, int64_t key_dim,
         before.push_back(distance <= t ? x.get() + (t - distance) * job.columns() : nullptr);
     }
     job.weights = weights.get(), job.decay = decay.get(), job.bias = bias.get(), job.norm = norm.get(), job.x = x.get();
+    if (space) job.skip = skip.get(), job.taps_bias = taps_bias.get();
     job.records = own.data(), job.before = before.data(), job.convolved = convolved.get(), job.y = y.get();
     kernels->mix(job, first, count);
     kernels->mix(job, 0, first);
@@ -310,7 +311,10 @@ int main(int count, char **arguments) {
       if (k <= columns) check_top(3, columns, k);
   for (int64_t columns : {1, 16, 33})
     for (int64_t experts : {1, 8, 17, 130}) for (bool scored : {false, true}) check_experts(3, experts, (experts + 6) / 7, columns, columns % 2, scored);
-  check_delta(1, 1, 1, 1, 1), check_delta(1, 3, 5, 16, 4), check_delta(2, 4, 20, 33, 3), check_delta(2, 2, 33, 130, 2);
+  for (const bool space : {false, true}) {
+    check_delta(1, 1, 1, 1, 1, space), check_delta(1, 3, 5, 16, 4, space);
+    check_delta(2, 4, 20, 33, 3, space), check_delta(2, 2, 33, 130, 2, space);
+  }
   if (!failures) printf("equal bits, %016llx\n", (unsigned long long)checksum);
   return failures != 0;
 }

@@ -1,5 +1,5 @@
-"""Tests of the operator of the gated delta rule. It gives equal bits in calls of any kind, and it
-refuses bad inputs."""
+"""Tests of the operator of the gated delta rule and of state spaces. It gives equal bits in calls
+of any kind, and it refuses bad inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,18 @@ SIZES = [(1, 1, 5, 7, 4), (2, 4, 20, 17, 3), (1, 3, 16, 80, 1), (2, 2, 33, 130, 
 heads, and the number of taps."""
 
 
+@pytest.fixture(params=[False, True], ids=["rule", "space"])
+def space(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_all_kernels_compute_the_specification(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_all_kernels_compute_the_specification(
+    tmp_path: Path, sizes: tuple[int, ...], space: bool
+) -> None:
     for name in operators.supported():
         (tmp_path / name).mkdir()
-        layer = Layer(tmp_path / name, sizes, name)
+        layer = Layer(tmp_path / name, sizes, name, space)
         x = layer.tokens(9, 1)
         x[4] *= 40  # exponentials at both ends
         np.testing.assert_array_equal(layer.call(x, layer.cache(), 0), layer.rule.outputs(x))
@@ -28,14 +35,14 @@ def test_all_kernels_compute_the_specification(tmp_path: Path, sizes: tuple[int,
 
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
 def test_rounds_of_any_kind_have_the_bits_of_one_pass(
-    tmp_path: Path, sizes: tuple[int, ...]
+    tmp_path: Path, sizes: tuple[int, ...], space: bool
 ) -> None:
-    check_rounds(tmp_path, sizes)
+    check_rounds(tmp_path, sizes, space)
 
 
 def test_sequences_of_a_call_do_not_meet(tmp_path: Path) -> None:
     """A call uses two caches. One of them begins with the records of an earlier text."""
-    layer = Layer(tmp_path, SIZES[1], "")
+    layer = Layer(tmp_path, SIZES[1], "", False)
     one, other = layer.cache(), layer.cache()
     x = layer.tokens(12, 5)
     layer.call(x[:6], one, 0)
@@ -67,7 +74,7 @@ def test_sequences_of_a_call_do_not_meet(tmp_path: Path) -> None:
     ],
 )
 def test_bad_calls_are_refused(tmp_path: Path, row: tuple[int, ...], words: str) -> None:
-    layer = Layer(tmp_path, SIZES[0], "")
+    layer = Layer(tmp_path, SIZES[0], "", False)
     cache = layer.cache()
     before = cache.copy()
     address = {0: 0, 1: cache.ctypes.data, 4: cache.ctypes.data + 4}[row[0]]
@@ -80,7 +87,7 @@ def test_bad_calls_are_refused(tmp_path: Path, row: tuple[int, ...], words: str)
 
 
 def test_slots_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
-    layer = Layer(tmp_path, SIZES[0], "")
+    layer = Layer(tmp_path, SIZES[0], "", False)
     address = layer.cache().ctypes.data
     rows = np.array([[address, 0, 0, 1, 0], [address, 2, 2, 3, 0]], np.int64)
     x = layer.tokens(2, 7)

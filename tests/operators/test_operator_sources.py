@@ -294,6 +294,25 @@ def check_experts(path: Path) -> None:
         check_mixture(mixture, path, True, ["scalar"])
 
 
+def check_choice(path: Path) -> None:
+    """Check the routers that choose experts by scores with biases and groups, and by the logits
+    near the largest."""
+    random = np.random.default_rng(1)
+    experts = [
+        [random_weight(random, "float32", 16, 16, False, NARROW, True) for _ in range(3)]
+        for _ in range(8)
+    ]
+    bias = random.normal(0, 0.5, 8).astype(np.float32)
+    for choice in (
+        specification.Choice(1, bias, 4, 2, 2, 1e-2, 2.5),
+        specification.Choice(0, bias, 4, 2, 2),
+        specification.Choice(2, np.zeros(0, np.float32), margin=0.3),
+    ):
+        check_mixture(
+            Mixture(experts, 3, choice.scores == 1, choice=choice), path, True, ["scalar"]
+        )
+
+
 def check_rows(path: Path) -> None:
     """Check latent attention over a text and over a tree, and the products by heads."""
     check_latent(path, ["scalar"])
@@ -302,7 +321,8 @@ def check_rows(path: Path) -> None:
 
 def check_delta(path: Path) -> None:
     """Check the operator in draft and verify calls, with chains, trees and rejected tokens."""
-    check_rounds(path, (2, 4, 20, 17, 3))
+    check_rounds(path / "rule", (2, 4, 20, 17, 3), space=False)
+    check_rounds(path / "space", (2, 4, 20, 17, 3), space=True)
 
 
 MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
@@ -507,6 +527,66 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "weights not divided": ("experts.h", "job.normed && i < k", "false", check_experts),
     "weights without factors": ("experts.h", "job.factors && i < k", "false", check_experts),
     "factors of other experts": ("experts.h", "[job.top.found[row * k + i]]", "[i]", check_experts),
+    "scores that fall with the logits": (
+        "experts.h",
+        "add(all(1.f), exponential(sub(all(0), x)))",
+        "add(all(1.f), exponential(x))",
+        check_choice,
+    ),
+    "scores without biases": (
+        "experts.h",
+        "job.bias ? scores[i] + job.bias[i] : scores[i]",
+        "scores[i]",
+        check_choice,
+    ),
+    "biases in the weights": (
+        "experts.h",
+        "weights[i] = scores[found[i]]",
+        "weights[i] = ranks[found[i]]",
+        check_choice,
+    ),
+    "groups ranked by one score": (
+        "experts.h",
+        "i < job.group_best; i++) sums",
+        "i < 1; i++) sums",
+        check_choice,
+    ),
+    "a group too few": (
+        "experts.h",
+        "i < job.used_groups; i++",
+        "i + 1 < job.used_groups; i++",
+        check_choice,
+    ),
+    "experts of all groups": (
+        "experts.h",
+        "!used && i <",
+        "false && i <",
+        check_choice,
+    ),
+    "weights divided by their bare sum": (
+        "experts.h",
+        "sum += job.epsilon;",
+        "",
+        check_choice,
+    ),
+    "weights without their scale": (
+        "experts.h",
+        "weights[i] *= job.scale",
+        "weights[i] *= 1",
+        check_choice,
+    ),
+    "a share that counts earlier experts": (
+        "experts.h",
+        "counts &= found[before] != i + j",
+        "counts &= true",
+        check_choice,
+    ),
+    "a margin of the logit alone": (
+        "experts.h",
+        "(absolute > most ? absolute : most)",
+        "absolute",
+        check_choice,
+    ),
     "sum of the experts rounded twice": (
         "experts.h",
         (
@@ -579,6 +659,19 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "head % job.key_heads",
         check_delta,
     ),
+    "a state space without biases": (
+        "delta.h",
+        "job.taps_bias ? load_some(job.taps_bias + i, count) : all(0)",
+        "all(0)",
+        check_delta,
+    ),
+    "values of a state space without steps": (
+        "delta.h",
+        "values[j] * size",
+        "values[j]",
+        check_delta,
+    ),
+    "a factor of another head": ("delta.h", "job.skip[head]", "job.skip[0]", check_delta),
     "a state of rejected tokens": (
         "operators.cpp",
         "if (after[which] < 0 || after[which] > run.slot) after[which] = 0;",

@@ -1,9 +1,11 @@
-"""Tests of short convolutions (LFM2) and the gated delta rule (Qwen3.5). The states of rejected
-tokens have no effect on later tokens. This holds on each backend, with chains, trees, batches,
-prompts in pieces, and kept beginnings."""
+"""Tests of short convolutions (LFM2), the gated delta rule (Qwen3.5) and state spaces (Granite 4).
+The states of rejected tokens have no effect on later tokens. This holds on each backend, with
+chains, trees, batches, prompts in pieces, and kept beginnings."""
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.batches import SAMPLINGS as SAMPLINGS_OF_BATCHES
+from support.batches import arrive_at_random, check_pauses
 from support.command import add_tokenizer, succeed
 from support.family_grid import SMALL, FamilyCase
-from support.harness import Harness
+from support.harness import Harness, Wrapped
 from support.layer_checks import (
     check_batch,
     check_command,
@@ -23,6 +27,12 @@ from support.layer_checks import (
     check_narrow_caches,
     check_teacher,
 )
+from support.lossless_checks import (
+    PROMPTS,
+    SAMPLINGS,
+    check_interrupted_anywhere,
+    check_same_tokens,
+)
 from support.without_operators import needs_operators
 from transformers import AutoModelForCausalLM
 
@@ -30,10 +40,14 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
+from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.loading import make_initial_head, save_exit_head
+from eesd.model.safetensors_file import CheckpointTensor
+from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.session import Session
 
 SIZES: dict[str, Any] = SMALL | {
     "vocab_size": 97,
@@ -42,6 +56,9 @@ SIZES: dict[str, Any] = SMALL | {
     "intermediate_size": 48,
     "max_position_embeddings": 384,
 }
+HOLE = 97
+"""A token whose embedding is NaN, so that its states and the states of all tokens after it are
+NaN."""
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -90,17 +107,48 @@ KINDS = {
         "norm",
         13,
     ),
+    "space": Kind(
+        "granitemoehybrid",
+        {
+            "layer_types": [
+                *["linear_attention"] * 2,
+                *("full_attention", "linear_attention", "full_attention"),
+            ],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 5,
+        },
+        ("mamba.out_proj", "shared_mlp.output_linear"),
+        "norm",
+        11,
+    ),
 }
 
 
-def fill(kind: Kind, path: Path) -> None:
+def fill(kind: Kind, path: Path, hole: bool = False) -> None:
     """Write a model, and a head that is a copy of the model's last layer. The draft skips a
-    recurrent layer whose weights are small."""
-    model = FamilyCase(kind.model_type, SIZES | kind.options, 2).write(path / "whole")
+    recurrent layer whose weights are small.
+
+    With ``hole``, the model also has the token :data:`HOLE`, whose logit is always low.
+    """
+    sizes = SIZES | kind.options
+    if hole:
+        sizes |= {"tie_word_embeddings": False, "vocab_size": HOLE + 1}
+    model = FamilyCase(kind.model_type, sizes, 2).write(path / "whole")
     weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         for name in kind.outputs:
             weights.model.layers[3].get_submodule(name).weight *= 0.3
+        if hole:
+            for name, weight in weights.model.named_parameters():
+                if name.endswith(("o_proj.weight", "out_proj.weight", f"{kind.outputs[1]}.weight")):
+                    weight[0] = 0  # the first value of a hidden state is that of the embedding
+            weights.model.embed_tokens.weight[:, 0] = 4
+            weights.model.embed_tokens.weight[HOLE] = torch.nan
+            weights.model.get_submodule(kind.norm).weight[0] = 1
+            weights.lm_head.weight[HOLE] = torch.tensor([-30.0, *[0] * 31])
     weights.save_pretrained(path / "model")
     add_tokenizer(path / "model")
     checkpoint = Checkpoint(path / "model")
@@ -149,6 +197,91 @@ def test_the_standard_graphs_and_the_operators_agree(place: Path, kind: Kind) ->
     one, other = (Harness(place / "plans", standard=of) for of in (True, False))
     found = [of.session(tokens).peek() for of in (one, other)]
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4 * np.abs(found[0]).max())
+
+
+class Disturbed:
+    """Disturbs the outputs of a draft engine. In some of the calls, all outputs are NaN. In others,
+    the likely tokens are random or :data:`HOLE`.
+
+    Attributes:
+        counts: Number of calls for each disturbance.
+    """
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        self.counts = Counter[str]()
+
+    def __call__(self, _: Sequence[int], __: int, outputs: StepOutputs) -> None:
+        kind = str(self._random.choice(["none", "not a number", "random", "hole"]))
+        self.counts[kind] += 1
+        ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
+        assert ids is not None and logprobs is not None
+        if kind == "not a number":
+            logprobs[:] = np.nan
+        elif kind == "random":
+            first = self._random.integers(0, HOLE, (len(ids), 1))
+            ids[:] = (first + np.arange(ids.shape[1])) % HOLE
+        elif kind == "hole":
+            ids[:, self._random.integers(ids.shape[1])] = HOLE
+
+
+@pytest.fixture(scope="module")
+def holed(shared: Shared, kind: Kind) -> Path:
+    with pytest.MonkeyPatch.context() as patch:  # an export refuses a model with NaN
+        patch.setattr(CheckpointTensor, "checked", lambda _, values: values)
+        place = shared(f"recurrent-{kind.model_type}-holed", partial(fill, kind, hole=True))
+    return place / "plans"
+
+
+@needs_operators()
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_drafts_that_are_nan_or_random_change_no_bit(
+    holed: Path, monkeypatch: pytest.MonkeyPatch, width: int, name: str
+) -> None:
+    """Rejected nodes are NaN in the verify pass, too. They leave NaN in slots and states, which no
+    later token may read."""
+    harness = Harness(holed, standard=False)
+    disturbed = Disturbed()
+    parts = harness.workspace()
+    parts = replace(parts, draft=Wrapped(parts.draft, after=disturbed))
+    monkeypatch.setattr(harness, "workspace", lambda: parts)
+    accepted = 0
+    for prompt in PROMPTS:
+        controller = make_controller("fixed:k=4", seed=3)
+        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
+        accepted += stats.accepted_tokens
+    assert accepted and min(disturbed.counts.values()) > 3 and len(disturbed.counts) == 4
+
+
+@needs_operators()
+@pytest.mark.parametrize("levels", [None, 3])
+def test_requests_of_a_batch_pause_and_are_cancelled(holed: Path, levels: int | None) -> None:
+    """Eight rows draft with disturbed drafts. There is little memory, so rows lose their states and
+    compute them again, also from kept beginnings."""
+    llm = eesd.load(holed, "ort", threads=1)
+    records = arrive_at_random(llm, 24)
+    assert 5 < sum(record.reason != "cancelled" for record in records) < 24
+    assert llm.engines.draft is not None
+    disturbed = Disturbed()
+    draft = Wrapped(llm.engines.draft, after=disturbed)
+    llm.engines = llm.engines._replace(draft=draft)
+    llm.drafting = llm.drafting.with_drafter(engine=draft)
+    # With rejection sampling, the tokens would depend on the disturbances.
+    samplings = [one for one in SAMPLINGS_OF_BATCHES if one.method != "rejection"]
+    check_pauses(llm, 8, levels, samplings)
+    assert len(disturbed.counts) == 4
+
+
+@needs_operators()
+def test_a_round_may_be_cancelled_at_any_line(place: Path) -> None:
+    harness = Harness(place / "plans", standard=False)
+    controller = make_controller("fixed:k=3")
+
+    def make() -> Session:
+        return harness.session(PROMPTS[0], SAMPLINGS["T1"], controller, 2, new_tokens=8)
+
+    assert check_interrupted_anywhere(make, 1) > 60
 
 
 @pytest.mark.parametrize(

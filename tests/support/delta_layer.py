@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule as two nodes, and rounds that use it."""
+"""A layer with the gated delta rule or a state space as two nodes, and rounds that use it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from eesd.runtime.engines.operators import make_session
-from support.operators import assert_same, one_node
+from support.operators import assert_same, one_node, or_nothing
 from support.specification import Rule
 
 SLOTS = 192
@@ -19,9 +19,9 @@ Floats = NDArray[np.float32]
 
 class Layer:
     """Two nodes for the same layer, as in the verify and draft graphs, and the caches of these
-    nodes."""
+    nodes. A state space has biases of its convolution, and the delta rule has none."""
 
-    def __init__(self, path: Path, sizes: tuple[int, ...], kernels: str) -> None:
+    def __init__(self, path: Path, sizes: tuple[int, ...], kernels: str, space: bool) -> None:
         random = np.random.default_rng(sum(sizes))
         key_heads, value_heads, key_dim, value_dim, taps = sizes
         self.values = value_heads * value_dim
@@ -30,8 +30,11 @@ class Layer:
         numbers = random.standard_normal((3, max(value_heads, value_dim))).astype(np.float32)
         decay, bias = numbers[:2, :value_heads]
         sizes_of_heads = (key_heads, value_heads, key_dim, value_dim)
-        norm = numbers[2, :value_dim]
-        self.rule = Rule(*sizes_of_heads, weights, decay - 1, bias, norm, 1e-5)
+        norm = numbers[2, : value_heads if space else value_dim]
+        biases = random.standard_normal(self.mixed).astype(np.float32) if space else None
+        self.rule = Rule(
+            *sizes_of_heads, weights, decay - 1, bias, norm, 1e-5, taps_bias=biases, space=space
+        )
         size = self.mixed + key_heads * key_dim + self.values + value_heads
         self.caches = -(-size // (2 * KV_HEADS * HEAD_DIM))
         self.tiles = (1 + self.caches) * 2 * KV_HEADS * SLOTS * 16
@@ -39,7 +42,7 @@ class Layer:
         self.floats = self.tiles + 16 + 2 * state
         inputs: list[Any] = [("x", TensorProto.FLOAT), ("tokens", TensorProto.INT64)]
         inputs += [("paths", TensorProto.INT32), ("w", weights[:, None]), ("a", self.rule.decay)]
-        inputs += [("b", bias), ("n", self.rule.norm)]
+        inputs += [("b", bias), ("n", self.rule.norm), ("t", or_nothing(biases))]
         self.nodes = []
         for keeps in (0, 1):
             one_node(
@@ -57,6 +60,7 @@ class Layer:
                 value_dim=value_dim,
                 taps=taps,
                 epsilon=1e-5,
+                space=int(space),
                 states_at=4 * self.tiles,
                 keeps=keeps,
             )
@@ -93,15 +97,16 @@ class Layer:
         return found
 
     def tokens(self, count: int, seed: int) -> Floats:
-        columns = self.mixed + self.values + 2 * self.rule.value_heads
+        steps = 1 if self.rule.space else 2
+        columns = self.mixed + self.values + steps * self.rule.value_heads
         return np.random.default_rng(seed).standard_normal((count, columns)).astype(np.float32)
 
 
-def check_rounds(path: Path, sizes: tuple[int, ...]) -> None:
+def check_rounds(path: Path, sizes: tuple[int, ...], space: bool) -> None:
     """Run a prompt in pieces, then chains and trees that are drafted, verified and rejected in
     part. After each round the records of the kept tokens are moved together, as in caches."""
-    path.mkdir(exist_ok=True)
-    layer = Layer(path, sizes, "")
+    path.mkdir(parents=True, exist_ok=True)
+    layer = Layer(path, sizes, "", space)
     text = layer.tokens(90, 2)
     expected = layer.rule.outputs(text)
     cache = layer.cache()

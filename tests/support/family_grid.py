@@ -381,15 +381,57 @@ def _glm(rng: random.Random, _: Options) -> Options:
     return {"rope_parameters": rope} | _biases(rng, "attention_bias") | own
 
 
+def _state_space(rng: random.Random, inner: int) -> Options:
+    """Returns options of a state space with this number of columns of values."""
+    heads = rng.choice([one for one in (1, 2, 4, 6) if inner % one == 0])
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": rng.choice(("auto", inner // heads)),
+        "mamba_n_groups": rng.choice([one for one in (1, 2) if heads % one == 0]),
+        "mamba_d_state": rng.choice((5, 16, 20)),
+        "mamba_d_conv": rng.choice((2, 3, 4)),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_chunk_size": rng.choice((8, 256)),
+    }
+
+
 def _granite_hybrid(rng: random.Random, sizes: Options) -> Options:
+    layers = sizes["num_hidden_layers"]
+    expand = rng.choice((1, 2))
+    count, used = rng.choice(((0, 2), _experts(rng)))
+    dense = ["full_attention"] * layers
+    mixed = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers - 1)]
     own = {
-        "num_local_experts": 0,
-        "layer_types": ["full_attention"] * sizes["num_hidden_layers"],
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "layer_types": rng.choice((dense, [*mixed, "full_attention"], [*mixed, "full_attention"])),
         "shared_intermediate_size": rng.choice((24, 37)),
         "position_embedding_type": rng.choice(("rope", "nope", None)),
-        "mamba_n_heads": 1,
-    }
+        "mamba_expand": expand,
+    } | _state_space(rng, expand * sizes["hidden_size"])
     return {key: one for key, one in _granite(rng, sizes).items() if key != "mlp_bias"} | own
+
+
+def _falcon_h1(rng: random.Random, _: Options) -> Options:
+    inner = rng.choice((24, 32, 60))
+
+    def some(count: int) -> list[float]:
+        return [rng.choice((1.0, 0.5, 1.4142135, 0.23)) for _ in range(count)]
+
+    names = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return (
+        _rope(rng)
+        | _state_space(rng, inner)
+        | {
+            "head_dim": rng.choice((8, 16)),
+            "mamba_d_ssm": inner,
+            "mamba_rms_norm": rng.random() < 0.5,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": some(5),
+            "mlp_multipliers": some(2),
+        }
+        | {f"{name}_multiplier": some(1)[0] for name in names}
+    )
 
 
 def _ministral(rng: random.Random, sizes: Options) -> Options:
@@ -749,6 +791,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "glm": _glm,
     "glm4": _glm,
     "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _falcon_h1,
     "ministral": _ministral,
     "ministral3": _ministral3,
     "arcee": _arcee,

@@ -481,14 +481,16 @@ def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
 
 @dataclass
 class Rule:
-    """A layer with the gated delta rule. It processes one path of tokens.
+    """A layer with the gated delta rule or a state space. It processes one path of tokens.
 
     Attributes:
         key_heads, value_heads, key_dim, value_dim: Its sizes.
         weights: Weights of the convolution [mixed, taps].
         decay, bias: Logarithms of the decay rates, and the biases of their inputs, [value_heads].
-        norm: Weight of the norm [value_dim].
+        norm: Weight of the norm [value_dim], or a state space's factors of values [value_heads].
         epsilon: Epsilon of the norm.
+        taps_bias: Biases of the convolution [mixed], or None.
+        space: Whether it is a state space.
     """
 
     key_heads: int
@@ -500,40 +502,48 @@ class Rule:
     bias: Floats
     norm: Floats
     epsilon: float
+    taps_bias: Floats | None = None
+    space: bool = False
 
     def outputs(self, x: Floats) -> Floats:
         """Returns the outputs [T, values] of consecutive tokens x [T, columns]."""
         heads = self.value_heads
         keys = self.key_heads * self.key_dim
         values = heads * self.value_dim
-        mixed, gates, steps, decays = np.split(
-            x, np.cumsum([2 * keys + values, values, heads]), axis=1
-        )
+        sizes = [2 * keys + values, values, *([] if self.space else [heads])]
+        mixed, gates, *steps, decays = np.split(x, np.cumsum(sizes), axis=1)
         q, k, v = np.split(self._convolved(mixed), [keys, 2 * keys], axis=1)
-        scale = np.float32(1) / np.sqrt(np.float32(self.key_dim))
-        q = _unit(q.reshape(len(x), -1, self.key_dim)) * scale
-        k = _unit(k.reshape(len(x), -1, self.key_dim)) * np.float32(1)
+        q, k = (one.reshape(len(x), -1, self.key_dim) for one in (q, k))
+        if not self.space:
+            q = _unit(q) * (np.float32(1) / np.sqrt(np.float32(self.key_dim)))
+            k = _unit(k) * np.float32(1)
         group = heads // self.key_heads
         q, k = (np.repeat(one, group, 1) for one in (q, k))
         v = v.reshape(len(x), heads, -1)
-        logs = (0 - _softplus(decays + self.bias)) * exponential(self.decay)
+        lengths = _softplus(decays + self.bias)
+        logs = (0 - lengths) * exponential(self.decay)
         states = np.zeros((heads, self.key_dim, self.value_dim), np.float32)
         y = np.zeros_like(v)
         for t in range(len(x)):
             states = states * exponential(logs[t])[:, None, None]
-            known = np.zeros_like(v[t])
-            for i in range(self.key_dim):
-                known = fma(states[:, i], k[t, :, i, None], known)
-            delta = (v[t] - known) * _logistic(steps[t])[:, None]
+            if self.space:
+                delta = v[t] * lengths[t, :, None]
+            else:
+                known = np.zeros_like(v[t])
+                for i in range(self.key_dim):
+                    known = fma(states[:, i], k[t, :, i, None], known)
+                delta = (v[t] - known) * _logistic(steps[0][t])[:, None]
             states = fma(k[t, :, :, None], delta[:, None], states)
             for i in range(self.key_dim):
                 y[t] = fma(states[:, i], q[t, :, i, None], y[t])
-        normed = normalize(y, self.norm, self.epsilon).reshape(len(x), -1)
-        return normed * (gates / (np.float32(1) + exponential(0 - gates)))
+        y = fma(self.norm[:, None], v, y) if self.space else normalize(y, self.norm, self.epsilon)
+        return y.reshape(len(x), -1) * (gates / (np.float32(1) + exponential(0 - gates)))
 
     def _convolved(self, x: Floats) -> Floats:
         taps = self.weights.shape[1]
         total = np.zeros_like(x)
+        if self.taps_bias is not None:
+            total = total + self.taps_bias
         for distance in reversed(range(taps)):
             there = x[: max(len(x) - distance, 0)]
             weight = self.weights[:, taps - 1 - distance]

@@ -49,6 +49,10 @@ output is the value that S gives for its query. So S is a sum, over the earlier 
 outer products of keys and deltas. A slot holds the convolution's inputs, the key, the deltas and
 the decays of its token. Again nothing has to be undone when drafted tokens are rejected.
 
+A **state space** (Mamba-2, arXiv 2405.21060) is the same sum. Its delta is the token's value times
+the token's step, which also decides the decay. Queries and keys are not normalized, and each head
+adds a multiple of its value to its output. In some models it runs next to attention.
+
 **Latent attention** (DeepSeek, arXiv 2405.04434) stores one compressed row c and one rotated key
 for each token in the cache. A head's key is K c followed by the rotated key, and its value is V c.
 Since q K c = (q K) c, each head's query is multiplied by K instead, and the weighted sum of the
@@ -67,6 +71,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from eesd.common.geometry import (
+    BESIDE,
     CONVOLUTION,
     DELTA,
     FULL,
@@ -125,14 +130,25 @@ DELTA_TAPS = "linear_attn.conv1d"
 DELTA_DECAY = "linear_attn.decay"
 DELTA_BIAS = "linear_attn.dt"
 DELTA_NORM = "linear_attn.norm"
-"""Names, within a block, of the parameters of the delta rule. They are the convolution [mixed, 1,
-taps], the logarithm of the decay [value_heads], the bias of the decay's input [value_heads], and
-the norm of the heads [value_dim]."""
+DELTA_SKIP = "linear_attn.skip"
+DELTA_TAPS_BIAS = "linear_attn.conv1d_bias"
+"""Names, within a block, of the parameters of the delta rule or state space. They are the
+convolution [mixed, 1, taps], the logarithm of the decay [value_heads], the bias of the decay's
+input [value_heads], and the norm of the heads [value_dim]. A state space has a norm of all heads
+[values], if any, the factors of the values in the output [value_heads], and perhaps biases of the
+convolution [mixed]."""
 LATENT_EPS = 1e-6
 """Epsilon of the norms within latent attention. It is a constant in transformers."""
 DELTA_EPS = 1e-6
 """Number that is added to the sum of squares when queries and keys of the delta rule are
 normalized."""
+SPACE_INPUTS = "linear_attn.factors"
+SPACE_OUTPUT = "linear_attn.out_factors"
+ATTENTION_OUTPUT = "self_attn.factors"
+GATE_FACTORS = "mlp.gate_factors"
+UP_FACTORS = "mlp.up_factors"
+"""Names, within a block with factors, of the factors of a state space's inputs [columns], of the
+inputs of both output projections [1], and of an MLP's gate and up projections [1]."""
 DEEP_IN = "deep_in_proj"
 """Name, in the exit head, of the product that projects a deep state into the draft."""
 CLAMP = 7.0
@@ -256,7 +272,8 @@ class Block:
     @property
     def state_caches(self) -> range:
         """Indices of the caches for a recurrent layer's states."""
-        return range(self.cache, self.cache + self.geometry.state_caches)
+        first = self.cache + (self.kind == BESIDE)
+        return range(first, first + self.geometry.state_caches)
 
     @property
     def output(self) -> str:
@@ -284,6 +301,11 @@ class Operations(Protocol[X]):
     def multiply(self, x: X, y: X, name: str) -> X:
         """x times y, value by value. If x or y is a single value, it multiplies every value of the
         other."""
+        ...
+
+    def times(self, x: X, module: str, size: int, name: str) -> X:
+        """x times the weight [size] of a module, which is always float32. The size is 1 or the
+        number of columns of x."""
         ...
 
     def limit(self, x: X, most: float, name: str) -> X:
@@ -377,16 +399,16 @@ class Operations(Protocol[X]):
         ...
 
     def delta_rule(self, x: X, block: Block, name: str) -> X:
-        """The gated delta rule.
+        """The gated delta rule or a state space.
 
         Args:
             x: The inputs, side by side. First come queries, keys and values, which are convolved.
                 Then come the gates of the output. The last parts are the inputs of the step size
-                and of the decay of each value head.
+                and of the decay of each value head. In a state space, both have the same input.
             block: The block. The tokens' states are written into the tokens' slots of the block's
                 caches.
-            name: Name of the result. The result has the normalized outputs of all heads, multiplied
-                by their gates.
+            name: Name of the result. The result has the outputs of all heads, multiplied by their
+                gates. The delta rule normalizes the outputs first.
         """
         ...
 
@@ -438,7 +460,8 @@ class Model(NamedTuple):
             return Block(eagle.block, prefix, cache, FULL, eagle)
         layer = geometry.head_layers(self.head.blocks)[index]
         own = geometry.of_head(layer)
-        return Block(own, prefix, cache, geometry.kind(layer), mlp=self.head.mlp)
+        kind = geometry.kind(layer).replace(BESIDE, FULL)
+        return Block(own, prefix, cache, kind, mlp=self.head.mlp)
 
     @property
     def embeddings(self) -> Table:
@@ -627,12 +650,20 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
         layer = [Linear(f"{of.prefix}linear_attn.out_proj", hidden)]
     else:
         attended = _attention(o, of, x)
+        if of.geometry.factors:
+            attended = o.times(attended, f"{of.prefix}{ATTENTION_OUTPUT}", 1, f"{of.prefix}scaled")
         if of.geometry.attention_gate:
             width = of.geometry.num_heads * of.geometry.head_dim
             gates = [Linear(f"{of.prefix}self_attn.q_gate_proj", width, of.geometry.qkv_bias)]
             gate = o.product(x, gates, f"{of.prefix}gate", of.norm("input_layernorm"))
             attended = o.scale(attended, gate, f"{of.prefix}gated_attention")
         layer = [Linear(f"{of.prefix}self_attn.o_proj", hidden, of.geometry.output_bias)]
+    if of.kind == BESIDE:
+        ruled = _delta_rule(o, of, x)
+        if of.geometry.factors:
+            ruled = o.times(ruled, f"{of.prefix}{SPACE_OUTPUT}", 1, f"{of.prefix}ruled_scaled")
+        beside = [Linear(f"{of.prefix}linear_attn.out_proj", hidden)]
+        residual = [o.product(ruled, beside, f"{of.prefix}beside", residual=residual)]
     if not of.geometry.norm_behind:
         return o.product(attended, layer, name, residual=residual)
     added = o.norm(o.product(attended, layer, name), of.norm("post_self_attn_layernorm"))
@@ -640,15 +671,22 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 
 def _delta_rule(o: Operations[X], of: Block, x: X) -> X:
-    """The gated delta rule of a block, up to the input of its output projection."""
+    """The gated delta rule or the state space of a block, up to the input of its output
+    projection."""
     rule = of.geometry.delta
     assert rule is not None
-    widths = {"qkv": rule.mixed, "z": rule.values, "b": rule.value_heads, "a": rule.value_heads}
-    layers = [
-        Linear(f"{of.prefix}linear_attn.in_{part}_proj", width) for part, width in widths.items()
-    ]
+    prefix = f"{of.prefix}linear_attn."
+    layers = [Linear(f"{prefix}in_{part}_proj", width) for part, width in rule.inputs.items()]
     given = o.product(x, layers, f"{of.prefix}mixed", of.norm("input_layernorm"))
-    return o.delta_rule(given, of, f"{of.prefix}ruled")
+    if of.geometry.factors:
+        columns = sum(rule.inputs.values())
+        given = o.times(given, f"{of.prefix}{SPACE_INPUTS}", columns, f"{of.prefix}mixed_scaled")
+    ruled = o.delta_rule(given, of, f"{of.prefix}ruled")
+    if not rule.norm_eps:
+        return ruled
+    norm = Norm("", rule.norm_eps, groups=rule.key_heads, bare=rule.values // rule.key_heads)
+    weight = o.weight(f"{of.prefix}{DELTA_NORM}", rule.values)
+    return o.multiply(o.norm(ruled, norm), weight, f"{of.prefix}normed")
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
@@ -691,6 +729,13 @@ def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Lin
     prefix = of.prefix
     width = of.mlp or geometry.intermediate_size
     gate, up, down = _mlp(f"{prefix}mlp", geometry, width, geometry.mlp_bias)
+    if geometry.factors:
+        both = o.product(x, [gate, up], f"{prefix}gate_and_up", norm)
+        given, inner = o.split(both, [width, width], [f"{prefix}gate_in", f"{prefix}up"])
+        given = o.times(given, f"{prefix}{GATE_FACTORS}", 1, f"{prefix}gate_scaled")
+        inner = o.times(inner, f"{prefix}{UP_FACTORS}", 1, f"{prefix}up_scaled")
+        active = o.scale(given, given, f"{prefix}active")  # silu
+        return o.multiply(active, inner, f"{prefix}gated"), down
     if geometry.gated:
         gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
         return gated, down

@@ -50,12 +50,16 @@ SLIDING = "sliding"
 UNROTATED = "unrotated"
 CONVOLUTION = "convolution"
 DELTA = "delta"
+BESIDE = "beside"
 """Kinds of layers. FULL layers have a rotary embedding, and attend to all previous tokens. SLIDING
 layers attend to the tokens within a window. They use the local rotary base if there is one.
 UNROTATED layers are like FULL layers without the rotary embedding. CONVOLUTION layers have a short
-convolution instead of attention, and DELTA layers have the gated delta rule instead."""
+convolution instead of attention, and DELTA layers have the gated delta rule or a state space
+instead. BESIDE layers add the outputs of a rotated full attention and of a state space."""
 RECURRENT = (CONVOLUTION, DELTA)
 """Kinds of layers whose caches hold states instead of keys and values."""
+RULED = (DELTA, BESIDE)
+"""Kinds of layers with the gated delta rule or a state space."""
 GATES = ("silu", "gelu_tanh", "clamped")
 """Activations of an MLP's gate. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to up."""
 PLAIN = ("relu2", "xielu", "gelu_tanh")
@@ -154,15 +158,23 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """Sizes of layers with the gated delta rule (arXiv 2412.06464).
+    """Sizes of layers with the gated delta rule (arXiv 2412.06464) or a state space (Mamba-2, arXiv
+    2405.21060).
 
     Attributes:
-        key_heads: Number of query heads, which is also the number of key heads.
+        key_heads: Number of query heads, which is also the number of key heads. A state space calls
+            them groups.
         value_heads: Number of value heads. It is a multiple of ``key_heads``. Each has a matrix
             [key_dim, value_dim] as its state.
         key_dim: Size of a head's query, and of its key.
         value_dim: Size of a head's value.
         taps: Number of tokens that the convolution sees, including the current token.
+        space: Whether it is a state space. Then queries and keys are not normalized, a token's
+            delta is its value times its step, and each head adds a multiple of its value to its
+            output.
+        conv_bias: Whether the convolution has biases.
+        norm_eps: Epsilon of the norm that follows the gate of a state space, or 0 if there is no
+            norm. The columns of each key head's values are normalized separately.
 
     Raises:
         ValueError: A value is out of range.
@@ -173,8 +185,13 @@ class DeltaRule:
     key_dim: int
     value_dim: int
     taps: int
+    space: bool = False
+    conv_bias: bool = False
+    norm_eps: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.norm_eps < 1:
+            raise ValueError(f"the epsilon of a state space is {self.norm_eps}")
         _check_size("the number of key heads of the delta rule", self.key_heads, MOST_LAYERS)
         _check_size("the number of value heads of the delta rule", self.value_heads, MOST_LAYERS)
         for size in (self.key_dim, self.value_dim):
@@ -200,6 +217,14 @@ class DeltaRule:
     def mixed(self) -> int:
         """Number of columns that are convolved. They are the queries, keys and values."""
         return 2 * self.keys + self.values
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Number of columns of each input. The inputs are the columns that are convolved, the gates
+        of the outputs, the step sizes, and the decays. A state space has one number for the last
+        two."""
+        steps = {} if self.space else {"b": self.value_heads}
+        return {"qkv": self.mixed, "z": self.values, **steps, "a": self.value_heads}
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
@@ -285,7 +310,7 @@ class Geometry:
             more layers than the model.
         window: Number of tokens that a sliding layer sees, including the current token.
         taps: Number of tokens that a short convolution sees, including the current token.
-        delta: Sizes of layers with the gated delta rule.
+        delta: Sizes of layers with the gated delta rule or a state space.
         latent: Sizes of latent attention, which replaces the attention of all layers. Each cache
             then has one KV head. A token's row is its keys, followed by its values.
         local_theta: Base of the frequencies in sliding layers. These frequencies are not scaled. If
@@ -308,6 +333,8 @@ class Geometry:
             there is no such input.
         input_layers: Number of layers in the table of these inputs.
         layer_scale: Whether a factor multiplies the output of each layer.
+        factors: Whether factors multiply the inputs of state spaces, the inputs of output
+            projections, and the gates and up projections of MLPs, whose activation is silu.
         qkv_limit: Limit of the absolute values of queries, keys and values, or 0 if there is no
             limit.
         logit_bias: Whether the logits have biases. A trained exit head learns to predict the logits
@@ -366,6 +393,7 @@ class Geometry:
     input_size: int = 0
     input_layers: int = 0
     layer_scale: bool = False
+    factors: bool = False
     qkv_limit: float = 0.0
     logit_bias: bool = False
 
@@ -428,7 +456,7 @@ class Geometry:
                 0 < len(self.layer_kinds) < self.num_layers
             ),
             "a kind of layer is unknown": (
-                not kinds <= {FULL, SLIDING, UNROTATED, *RECURRENT}
+                not kinds <= {FULL, SLIDING, UNROTATED, BESIDE, *RECURRENT}
                 or len(self.layer_kinds) > MOST_LAYERS
             ),
             f"the window is {self.window}, which does not fit the kinds of layers": (
@@ -438,10 +466,11 @@ class Geometry:
                 (CONVOLUTION in kinds) != (self.taps > 0) or self.taps > MOST_TAPS
             ),
             "the sizes of the delta rule do not fit the kinds of layers": (
-                (DELTA in kinds) != (self.delta is not None) or kinds >= {*RECURRENT}
+                bool(kinds & {*RULED}) != (self.delta is not None)
+                or (self.delta is not None and CONVOLUTION in kinds)
             ),
             "a state is too large for the caches": (
-                bool(kinds & {*RECURRENT}) and self.state_caches > WIDEST
+                bool(kinds & {*RECURRENT, BESIDE}) and self.state_caches > WIDEST
             ),
             "the heads of a kind of layer do not fit the caches": not self._heads_fit(),
             "latent attention does not fit the caches or the other parts": not self._latent_fits(),
@@ -461,6 +490,9 @@ class Geometry:
             ),
             "norms of queries and keys that subtract the mean are not supported": (
                 self.centred_norms and (self.qk_norm or self.qk_norm_joint)
+            ),
+            "only MLPs with silu and without biases have factors": (
+                self.factors and (self.activation != "silu" or self.mlp_bias or not self.gated)
             ),
             "attention and MLP side by side have one norm, before both": (
                 self.parallel and (self.norm_behind or not self.norm_before)
@@ -556,13 +588,19 @@ class Geometry:
 
     def caches_of(self, layer: int) -> range:
         """Indices of a layer's caches. A layer has one cache of keys and values, or several caches
-        of states. A layer that reads another layer's keys and values has that layer's caches."""
+        of states, or both in this order. A layer that reads another layer's keys and values has
+        that layer's caches."""
         if self.shares(layer):
             kinds = self.layer_kinds[: self.shared_from]
             layer = self.shared_from - 1 - kinds[::-1].index(self.kind(layer))
-        more = self.state_caches - 1
-        first = layer + more * sum(one in RECURRENT for one in self.layer_kinds[:layer])
-        return range(first, first + 1 + more * (self.kind(layer) in RECURRENT))
+        first = sum(self._caches_of_kind(one) for one in self.layer_kinds[:layer])
+        if not self.layer_kinds:
+            first = layer
+        return range(first, first + self._caches_of_kind(self.kind(layer)))
+
+    def _caches_of_kind(self, kind: str) -> int:
+        states = self.state_caches if kind in (*RECURRENT, BESIDE) else 0
+        return states + (kind not in RECURRENT)
 
     @property
     def num_caches(self) -> int:
@@ -640,12 +678,13 @@ class Geometry:
         unsplit = {
             "norms over all heads": self.qk_norm_joint,
             "short convolutions": self.taps,
-            "the gated delta rule": self.delta,
+            "the gated delta rule or a state space": self.delta,
             "gated attention": self.attention_gate,
             "attention sinks": self.sinks,
             "latent attention": self.latent,
             "layers of different sizes": self.own_heads or self.shared_from,
             "inputs of layers": self.input_size,
+            "factors of projections": self.factors,
             "an MLP next to experts": experts is not None and experts.beside,
         }
         part = next((part for part, has in unsplit.items() if has), None)

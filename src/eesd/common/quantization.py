@@ -46,6 +46,7 @@ PACKED = {
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
     ".qkv_a_proj.": (".q_a_proj.", ".kv_a_proj."),
     ".in_mixed_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_b_proj.", ".in_a_proj."),
+    ".in_space_proj.": (".in_qkv_proj.", ".in_z_proj.", ".in_a_proj."),
 }
 """Linear layers that have the same input and are packed into one product. Each key is a part of the
 packed layer's name, and its value has the corresponding parts of the layers' names, in order."""

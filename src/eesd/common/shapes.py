@@ -7,7 +7,9 @@ from eesd.common.architecture import (
     DELTA_BIAS,
     DELTA_DECAY,
     DELTA_NORM,
+    DELTA_SKIP,
     DELTA_TAPS,
+    DELTA_TAPS_BIAS,
     LOGIT_BIAS,
     SINKS,
     TAPS,
@@ -58,6 +60,10 @@ class Shapes:
         return size
 
     def multiply(self, x: int, y: int, name: str) -> int:
+        return x
+
+    def times(self, x: int, module: str, size: int, name: str) -> int:
+        self.weight(module, size)
         return x
 
     def limit(self, x: int, most: float, name: str) -> int:
@@ -152,13 +158,16 @@ class Shapes:
     def delta_rule(self, x: int, block: Block, name: str) -> int:
         rule = block.geometry.delta
         assert rule is not None
-        for part, shape in (
-            (DELTA_TAPS, (rule.mixed, 1, rule.taps)),
-            (DELTA_DECAY, (rule.value_heads,)),
-            (DELTA_BIAS, (rule.value_heads,)),
-            (DELTA_NORM, (rule.value_dim,)),
-        ):
-            self.weights[f"{block.prefix}{part}.weight"] = shape
+        self.weights[f"{block.prefix}{DELTA_TAPS}.weight"] = (rule.mixed, 1, rule.taps)
+        sizes = {DELTA_DECAY: rule.value_heads, DELTA_BIAS: rule.value_heads}
+        if rule.conv_bias:
+            sizes[DELTA_TAPS_BIAS] = rule.mixed
+        if rule.space:
+            sizes[DELTA_SKIP] = rule.value_heads
+        else:
+            sizes[DELTA_NORM] = rule.value_dim
+        for part, size in sizes.items():
+            self.weight(f"{block.prefix}{part}", size)
         self._use(*block.state_caches)
         return rule.values
 

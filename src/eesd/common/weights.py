@@ -165,7 +165,9 @@ def stored_weight(
         wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
     shape = tuple(shape)
-    is_wide = name in (*ROTARY_TABLES, *HEAD_TABLES) or name.endswith(f"{CHOICE_BIAS}.weight")
+    is_wide = name in (*ROTARY_TABLES, *HEAD_TABLES) or name.endswith(
+        (f"{CHOICE_BIAS}.weight", "factors.weight")
+    )
     if is_wide or (wide_norms and name.endswith(("norm.weight", "norm.bias"))):
         # These weights stay in float32, and are rounded at each use.
         return StoredWeight(name, shape, "float32")
