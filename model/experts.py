@@ -3,8 +3,6 @@ share, and splits joint tensors."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +12,20 @@ from eesd.common.architecture import CHOICE_BIAS, ROUTER, SHARED
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.arrays import to_float32
-from eesd.model.family import Tensors, rows_of
+from eesd.model.family import Tensors, below_each_other, rows_of
 from eesd.model.fields import Fields
-from eesd.model.gguf_file import GgufTensor
-from eesd.model.safetensors_file import CheckpointTensor
 
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down", "gate_up")
 }
 """The names of modules within a block, by llama.cpp's names for them. llama.cpp stores all experts
 of a layer in one tensor."""
+GGUF_SCORED = GGUF_NAMES | {"exp_probs_b.bias": f"{CHOICE_BIAS}.weight"}
+GGUF_SCORED |= {f"ffn_{part}_shexp": f"{SHARED}.{part}_proj" for part in ("gate", "up", "down")}
+"""The same for experts that are chosen as in DeepSeek-V3."""
+SOFTMAX = 1
+SIGMOID = 2
+"""llama.cpp's numbers for the scores of experts (``expert_gating_func``)."""
 _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
@@ -130,6 +132,23 @@ def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
     return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 
+def gguf_scored(
+    own: Fields, experts: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> dict[str, Any]:
+    """Return config fields of experts that are chosen as in DeepSeek-V3 from a GGUF file's
+    metadata. ``experts`` and ``shared`` are the fields with the numbers of experts."""
+    counts = gguf_counts(own, expert_feed_forward_length="moe_intermediate_size")
+    return counts | {
+        experts: counts.pop("num_experts"),
+        shared: own.integer("expert_shared_count", 0, least=0),
+        "first_k_dense_replace": own.integer("leading_dense_block_count", 0, least=0),
+        "n_group": own.integer("expert_group_count", 1),
+        "topk_group": own.integer("expert_group_used_count", 1),
+        "norm_topk_prob": own.flag("expert_weights_norm"),
+        "routed_scaling_factor": own.number("expert_weights_scale", 1.0),
+    }
+
+
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Split tensors that hold all experts of a layer. They are ``mlp.experts.gate_up_proj``
     [E, 2 size, in] and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in
@@ -157,10 +176,7 @@ def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
         ):
             found[name] = tensor
             continue
-        shape = (prod(tensor.shape[:2]), tensor.shape[2])
-        whole = replace(tensor, shape=shape) if isinstance(tensor, CheckpointTensor) else tensor
-        if isinstance(tensor, GgufTensor):
-            whole = tensor.matrices_below_each_other()
+        whole = below_each_other(tensor)
         for number in range(experts.count * len(parts)):
             expert, part = divmod(number, len(parts))
             own = rows_of(whole, number * count, (number + 1) * count)

@@ -6,7 +6,8 @@ renaming of its tensors to the decoder's names. ARCHITECTURE.md explains how to 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,6 +166,7 @@ class Gguf:
             they are converted like the tensors of the family's other checkpoints.
         heads_by_layer: If files list the number of KV heads of each layer, the most different
             numbers above 0 in such a list. It is 0 if they do not.
+        latent: Whether ``fields`` reads the sizes of heads, because attention is latent.
         optional: Keys of sizes that files may lack, or that ``fields`` reads if they are lists.
         key: A metadata key that distinguishes the family's files from the files of another family.
             It is empty if no key is needed.
@@ -178,6 +180,7 @@ class Gguf:
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
     heads_by_layer: int = 0
+    latent: bool = False
     optional: tuple[str, ...] = ()
     key: str = ""
 
@@ -402,6 +405,14 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
         return tensor.rows(np.arange(start, stop))
     assert isinstance(tensor, CheckpointTensor)
     return tensor.rows(start, stop)
+
+
+def below_each_other(tensor: StoredTensor) -> StoredTensor:
+    """Return one tensor [count rows, columns] for several matrices [count, rows, columns]."""
+    if isinstance(tensor, GgufTensor):
+        return tensor.matrices_below_each_other()
+    assert isinstance(tensor, CheckpointTensor)
+    return replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:

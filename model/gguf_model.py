@@ -105,7 +105,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     }
     raw["num_key_value_heads"] = _kv_heads(own, raw, gguf.heads_by_layer)
     partial = family.partial_rotary is not None
-    raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], partial)
+    if not gguf.latent:
+        raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], partial)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
@@ -203,7 +204,7 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
             raise ValueError(
                 f"it has both {_ROPE_FACTORS} and rope.scaling, which is not supported"
             )
-        return _by_divisors(factors.read(), raw["rope_theta"], raw["head_dim"])
+        return _by_divisors(factors.read(), raw["rope_theta"], raw.get("head_dim", 0))
     if kind == "yarn":
         betas = {
             f"beta_{end}": own.number(f"rope.scaling.yarn_beta_{end}", None, optional=True)

@@ -4,6 +4,7 @@ The rows of a head in ``kv_b_proj`` are split into a part for the key and a part
 part for the key is transposed, because it multiplies queries.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import frexp, log
@@ -15,15 +16,26 @@ from numpy.typing import NDArray
 from eesd.common.checks import shown
 from eesd.common.geometry import Experts, Geometry, Latent
 from eesd.common.weights import FINAL_NORM
-from eesd.model.experts import scored_experts, scored_tensors, take_experts
+from eesd.model.experts import (
+    GGUF_SCORED,
+    SIGMOID,
+    SOFTMAX,
+    apart,
+    gguf_scored,
+    scored_experts,
+    scored_tensors,
+    take_experts,
+)
 from eesd.model.family import (
     ChangedTensor,
     Family,
+    Gguf,
     Own,
     Sizes,
     StoredTensor,
     Tensors,
     attention_biases,
+    below_each_other,
     reordered,
     rows_of,
     take_layer_types,
@@ -219,6 +231,68 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return latent_tensors(scored_tensors(tensors, geometry), geometry)
 
 
+def gguf_latent(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of latent attention. Old files, which have ``kv_b_proj``, give the sizes of
+    heads without ``_mla``."""
+    rotary = own.integer("rope.dimension_count")
+    sizes = [
+        own.integer(f"attention.{part}_length_mla", own.integer(f"attention.{part}_length"))
+        for part in ("key", "value")
+    ]
+    return {
+        "num_key_value_heads": raw["num_attention_heads"],
+        "q_lora_rank": own.integer("attention.q_lora_rank", None, optional=True),
+        "kv_lora_rank": own.integer("attention.kv_lora_rank"),
+        HEAD: rotary,
+        "qk_nope_head_dim": sizes[0] - rotary,
+        "v_head_dim": sizes[1],
+    }
+
+
+def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields. All models have one architecture, and their scores tell them apart."""
+    found = gguf_latent(own, raw)
+    by = own.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if by and raw["rope_scaling"]:
+        scale = 10 * by  # llama.cpp takes mscale to be the same number
+        found["rope_scaling"] = raw["rope_scaling"] | {"mscale": scale, "mscale_all_dim": scale}
+    kind = own.integer("expert_gating_func", 0, least=0)
+    if not own.raw.get("expert_count"):
+        own.taken |= {"expert_count", "expert_feed_forward_length", "expert_shared_count"}
+        own.taken.add("leading_dense_block_count")
+        return found | {"model_type": YOUTU.model_type}
+    found |= gguf_scored(own)
+    if kind == SIGMOID or (kind == 0 and _is_glm(raw)):
+        return found | {"model_type": DEEPSEEK_V3.model_type}
+    if kind not in (0, SOFTMAX) or found["norm_topk_prob"]:
+        raise ValueError("expert_gating_func must be 1 or 2, and 2 with expert_weights_norm")
+    method = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
+    return found | {"model_type": DEEPSEEK_V2.model_type, "topk_method": method}
+
+
+def _is_glm(raw: Mapping[str, Any]) -> bool:
+    """Whether a file is GLM-4.7-Flash, which does not name the scores of its experts. llama.cpp
+    goes by the same numbers."""
+    return raw["num_hidden_layers"] in (47, 48) and raw["vocab_size"] == 154880
+
+
+def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """Return the decoder's tensors. New files have a matrix for each head."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix("_b.weight")
+        if module == name or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+        before, _, part = module.rpartition(".")
+        whole = below_each_other(tensor)
+        rows = tensor.shape[1]
+        for head in range(tensor.shape[0]):
+            own = rows_of(whole, head * rows, (head + 1) * rows)
+            found[f"{before}.heads.{head}.{part}_b_proj.weight"] = own
+    return latent_tensors(apart(found, geometry), geometry)
+
+
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -229,6 +303,23 @@ DEEPSEEK_V3 = Family(
     inner=18432,
     own=_own_v3,
     tensors=_tensors,
+    gguf=Gguf(
+        "deepseek2",
+        GGUF_SCORED
+        | {
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b",
+            "attn_v_b": "self_attn.v_b",
+        },
+        fields=_of_gguf,
+        tensors=_of_gguf_tensors,
+        latent=True,
+    ),
 )
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
