@@ -1,6 +1,7 @@
 // Read the levels, scales and minimums of a panel.
 
 constexpr int64_t PAGE = 1 << 12;  // bytes; a processor's automatic fetching ends at the end of a page
+constexpr int64_t NEAR = 1 << 11;  // bytes by which levels are fetched from the second cache to the first
 template <Format format> constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
 
 // The lower plane of a block. In `panel`, the lower plane is two places after the upper plane.
@@ -8,8 +9,8 @@ template <Format format> static inline const uint8_t *lower_plane(const uint8_t 
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Fetch levels ahead: whole blocks or, for a few rows, a line of the next page for each block. Some processors then fetch that page
-// automatically (fetching.h).
+// Fetch levels ahead: whole blocks, in two steps, because the first cache has few places for lines that come from memory. For a few rows,
+// only a line of the next page may be fetched for each block. Some processors then fetch that page automatically (fetching.h).
 template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
   const bool whole = rows > FEW_ROWS || a.whole_blocks;
   if (!whole) {
@@ -18,8 +19,14 @@ template <Format format, int rows> static inline void fetch_ahead(const Activati
     return;
   }
   constexpr int64_t bytes = LEVEL_BYTES<format> + 64;
-  for (int64_t i = 0; i < bytes; i += 64) fetch_second(block + AHEAD + i);
-  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_second(lower + AHEAD + i);
+  for (int64_t i = 0; i < bytes; i += 64) {
+    fetch_second(block + AHEAD + i);
+    prefetch(block + NEAR + i);
+  }
+  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) {
+    fetch_second(lower + AHEAD + i);
+    prefetch(lower + NEAR + i);
+  }
 }
 
 // Load the levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
