@@ -22,8 +22,10 @@ from eesd.bench.replay.traces import (
     load_trace,
     record_traces,
 )
+from eesd.bench.report.charts import draw_result
 from eesd.bench.report.markdown import write_report
 from eesd.common import cli
+from eesd.common.charts import check_charts
 from eesd.common.errors import EESDError
 from eesd.runtime.decoding.drafting import DRAFTERS
 from eesd.runtime.engines.backends import BACKENDS
@@ -129,6 +131,14 @@ def read_options(given: dict[str, Any]) -> Options:
     return Options(**{item.name: given[item.name] for item in fields(Options)})
 
 
+CHARTS = click.option(
+    "--charts",
+    is_flag=True,
+    help="Also plot the speed-up and the acceptance in charts.svg. Needs matplotlib.",
+)
+CHART = "charts.svg"
+
+
 def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path) -> None:
     """Write the report next to the JSON file at ``path``, and print it."""
     report = path.with_name("report.md")
@@ -176,9 +186,12 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     help="Take about a minute, with few prompts, few tokens, and chains only.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --output.")
+@CHARTS
 @prompt_options(DEFAULT.max_new_tokens, DEFAULT.per_task, DEFAULT.tuning_per_task, "bench-results")
 @click.pass_context
-def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any) -> None:
+def main(
+    context: click.Context, /, directories: tuple[Path, ...], charts: bool, **given: Any
+) -> None:
     """Measure drafting against plain decoding. Every combination of controller, tree width and
     sampling is measured, and all tokens are compared.
 
@@ -198,6 +211,8 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
     options = read_options(given)
     prompts = load_tasks(options.tasks)
     path = given["output"] / "result.json"
+    if charts:
+        check_charts(path.with_name(CHART))
     result = Result("run", options.to_dict(), {}, []).begun(
         path, given["resume"], given["overwrite"]
     )
@@ -208,6 +223,9 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
     result.complete = True
     result.save(path)
     show_report([result], [], path)
+    if charts:
+        draw_result(result, path.with_name(CHART))
+        click.echo(path.with_name(CHART), err=True)
 
 
 def _refuse_recording_options(names: Iterable[str]) -> None:

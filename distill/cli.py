@@ -282,7 +282,12 @@ INTERVAL = click.IntRange(1, 10**9)
     default=0,
     help="Random seed for the order of the data, the selection of prompts, and generation.",
 )
-def main(**options: Any) -> None:
+@click.option(
+    "--charts",
+    is_flag=True,
+    help="Also plot losses and acceptance in training.svg. Needs matplotlib.",
+)
+def main(charts: bool, **options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
     Without data, the model writes its own prompts. To continue a run that was stopped, run the same
@@ -291,6 +296,7 @@ def main(**options: Any) -> None:
     try:
         import accelerate  # noqa: F401
 
+        from eesd.distill.charts import check_training_chart, draw_training
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(
@@ -305,8 +311,12 @@ def main(**options: Any) -> None:
     )
     try:
         run = make_run(options, partial(progress_bar, announce=True))
+        if charts:
+            check_training_chart(run.output)
         with run.resources:
             _run(run)
+        if charts and run.is_main:
+            click.echo(draw_training(run.output), err=True)
     except RuntimeError as error:
         # The errors that torch raises on CPUs and on GPUs if there is too little memory.
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":

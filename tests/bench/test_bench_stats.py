@@ -3,6 +3,7 @@ JSON."""
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from eesd.bench.measure.results import (
 )
 from eesd.bench.measure.stats import bootstrap
 from eesd.bench.replay.costs import CallCosts, mean_call_costs
+from eesd.bench.report.charts import draw_result
 from eesd.bench.report.stats import best_fixed_lengths, predicted_seconds, summarize
 from eesd.common.errors import EESDError
 from lab.results import main as draw
@@ -162,3 +164,30 @@ def test_reports_of_other_files_are_refused(tmp_path: Path) -> None:
     empty.save(tmp_path / "empty.json")
     assert_refused(run(main, "report", tmp_path / "empty.json", *output), "no runs")
     assert not (tmp_path / "results.md").exists()
+
+
+def test_a_result_is_drawn_the_same_each_time_and_foreign_files_stay(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = Result.load(EXAMPLE)
+    path = tmp_path / "charts.svg"
+    draw_result(result, path)
+    first = path.read_text("utf-8")
+    draw_result(result, path)
+    assert path.read_text("utf-8") == first
+    tasks = {prompt["task"] for prompt in result.prompts}
+    for label in (*tasks, "all prompts", "Acceptance by depth"):
+        assert f">{label}<" in first
+    path.write_text("mine")
+    with pytest.raises(EESDError, match="did not write it"):
+        draw_result(result, path)
+    assert path.read_text() == "mine"
+
+
+def test_charts_without_matplotlib_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = tmp_path / "out"
+    refused = run(main, "--engine-dir", tmp_path, "--charts", "--output", output)
+    assert_refused(refused, "--charts needs matplotlib", "[report]")
+    assert not output.exists()

@@ -24,11 +24,13 @@ from support.gguf_files import Spec
 
 import eesd
 from eesd.common.architecture import Model, block
+from eesd.common.errors import EESDError
 from eesd.common.shapes import NO_HEAD
 from eesd.distill import run as distill_run
 from eesd.distill import teacher
 from eesd.distill import teacher as teacher_module
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
+from eesd.distill.charts import draw_training
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writer, Writing, continue_prompts
 from eesd.distill.data import (
@@ -40,6 +42,7 @@ from eesd.distill.data import (
     split_documents,
 )
 from eesd.distill.generate import without_echo
+from eesd.distill.metrics import MetricsLog
 from eesd.distill.own_engine import EngineTeacher, EngineWriter
 from eesd.distill.portions import portions
 from eesd.distill.run import SLOWLY
@@ -91,6 +94,21 @@ def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: in
     text before the echo are kept."""
     prompt = [4] * 50
     assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
+
+
+def test_a_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log = MetricsLog(tmp_path)
+    log.add({"step": 0, "acceptance": [0.2, 0.3], "tokens_per_round": 1.3})
+    log.add({"step": 30, "loss": 2.5, "ce": 3.5, "kl": 0.7})
+    log.add({"step": 60, "acceptance": [0.5, 0.4], "tokens_per_round": 1.7})
+    chart = draw_training(tmp_path)
+    drawn = chart.read_text("utf-8")
+    for label in ("Loss", "Acceptance by depth", "step 0", "step 60"):
+        assert f">{label}<" in drawn
+    chart.write_text("mine")
+    with pytest.raises(EESDError, match="did not write it"):
+        draw_training(tmp_path)
 
 
 @pytest.mark.parametrize(
