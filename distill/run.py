@@ -490,10 +490,13 @@ class Run:
         begun = time.monotonic()
         validation, held = self.validation
         files = self.data.files
+        init_head = ""
+        if self.init_head:
+            init_head = str(self.init_head.resolve())
         identity = {
             "base": self.checkpoint.fingerprint(),
             "data": self._file_rows.digest() if files else digest(asdict(self._generation)),
-            "init_head": str(self.init_head.resolve()) if self.init_head else "",
+            "init_head": init_head,
             "processes": self.accelerator.num_processes,
         }
         trainer = Trainer(

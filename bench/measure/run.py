@@ -376,10 +376,14 @@ def _run(
 ) -> Run:
     stats = generation.stats
     equal = None
-    divergence = None
+    index_of_first = None
+    gap = None
     if configuration.sampling != "rejection":
         divergence = first_divergence(bench.llm, prompt.tokens, plain, generation.tokens)
         equal = divergence is None
+        if divergence:
+            index_of_first = divergence.index
+            gap = divergence.logit_gap
     return Run(
         prompt=prompt.id,
         configuration=index,
@@ -393,8 +397,8 @@ def _run(
         accepted=stats.accepted_at_depth,
         guard_rests=stats.guard_pauses,
         equal=equal,
-        divergence=divergence.index if divergence else None,
-        logit_gap=divergence.logit_gap if divergence else None,
+        divergence=index_of_first,
+        logit_gap=gap,
     )
 
 

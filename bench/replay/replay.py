@@ -148,6 +148,8 @@ def chain_outcome(
 ) -> RoundOutcome:
     """Return the outcome of a round that drafted a chain of ``drafted`` tokens. All of them were
     verified."""
+    if expected is None:
+        expected = accepted + 1
     return RoundOutcome(
         steps=drafted,
         depth=drafted,
@@ -156,7 +158,7 @@ def chain_outcome(
         num_expanded=accepted,
         draft_seconds=draft_seconds,
         verify_seconds=verify_seconds,
-        expected=accepted + 1 if expected is None else expected,
+        expected=expected,
         seconds=draft_seconds + verify_seconds,
         drafter=EXIT if drafted else "",
     )

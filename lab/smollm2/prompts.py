@@ -224,10 +224,11 @@ def strings(value: Any) -> Iterator[str]:
     """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
-    for inner in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        yield from strings(inner)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            yield from strings(inner)
 
 
 def tested(paths: Iterable[Path]) -> set[tuple[str, ...]]:

@@ -219,8 +219,8 @@ class Generations:
             for d in range(depth)
         ]
         speculative = SpeculativeDecoding(
-            mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,
-            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+            mean_acceptance_length=1 + accepted / max(rounds, 1),
+            draft_acceptance_rate=accepted / max(drafted, 1),
             acceptance_histogram=[
                 n - more for n, more in zip(at_least, [*at_least[1:], 0], strict=True)
             ],
