@@ -52,7 +52,7 @@ CLASS_OF_TYPE = (
     | dict.fromkeys(("granitemoe", "granitemoeshared"), _AS_IT_STANDS)
     | dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "hunyuan_v1_moe"))
     | dict.fromkeys(("lfm2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
-    | dict.fromkeys(("qwen3_vl_moe_text", "solar_open", "youtu"))
+    | dict.fromkeys(("qwen3_vl_moe_text", "solar_open", "youtu", "falcon_h1"))
     | dict.fromkeys(("ernie4_5_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite"), _AS_IT_STANDS)
     | dict.fromkeys(("minicpm3", "minimax_m2", "phimoe"), _AS_IT_STANDS)
     | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer")
