@@ -149,6 +149,13 @@ def gguf_scored(
     }
 
 
+def gguf_sigmoid(own: Fields, experts: str = "n_routed_experts", **more: str) -> dict[str, Any]:
+    """Return the fields of :func:`gguf_scored` if the scores are sigmoids."""
+    if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
+        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    return gguf_scored(own, experts, **more)
+
+
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Split tensors that hold all experts of a layer. They are ``mlp.experts.gate_up_proj``
     [E, 2 size, in] and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in

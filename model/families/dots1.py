@@ -1,9 +1,13 @@
 """dots.llm1 is Qwen3 with experts that are chosen as in DeepSeek-V3."""
 
-from eesd.model.experts import scored_experts, scored_tensors
+from collections.abc import Mapping
+from typing import Any
+
+from eesd.model.experts import GGUF_SCORED, apart, gguf_sigmoid, scored_experts, scored_tensors
 from eesd.model.family import (
     LAYER_TYPES,
     Family,
+    Gguf,
     Own,
     Sizes,
     attention_biases,
@@ -33,6 +37,10 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own(parts | scored_experts(fields, sizes.layers, DEFAULTS))
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return gguf_sigmoid(own) | {"sliding_window": None}
+
+
 DOTS1 = Family(
     "dots1",
     "Dots1ForCausalLM",
@@ -40,4 +48,5 @@ DOTS1 = Family(
     kv_heads=32,
     own=_own,
     tensors=scored_tensors,
+    gguf=Gguf("dots1", GGUF_SCORED, fields=_of_gguf, tensors=apart),
 )

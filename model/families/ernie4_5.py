@@ -1,11 +1,14 @@
 """The rotary embedding of ERNIE 4.5 pairs neighbouring values of a head. One field switches all
 biases on or off. In mixtures, biases take part in the choice of experts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from eesd.common.architecture import CHOICE_BIAS
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import scored_tensors, take_experts
-from eesd.model.family import Family, Own, Sizes, Tensors
+from eesd.model.experts import GGUF_SCORED, apart, scored_tensors, take_experts
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors
 from eesd.model.fields import Fields
 from eesd.model.safetensors_file import CheckpointTensor
 
@@ -25,6 +28,7 @@ ERNIE4_5 = Family(
     tied=True,
     interleaved=True,
     own=_own,
+    gguf=Gguf("ernie4_5", biases={"use_bias": "attn_q"}, interleaved=True),
 )
 
 
@@ -63,6 +67,32 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return scored_tensors(found, geometry)
 
 
+def _of_gguf_mixed(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields. llama.cpp has the size of all shared experts together."""
+    names = {
+        "expert_count": "moe_num_experts",
+        "expert_used_count": "moe_k",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    }
+    found = {name: own.integer(key) for key, name in names.items()}
+    own.taken.add("expert_shared_count")
+    shared = own.integer("expert_shared_feed_forward_length", 0, least=0)
+    return found | {
+        "moe_num_shared_experts": shared // found["moe_intermediate_size"],
+        "moe_layer_start_index": own.integer("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": own.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """Return the decoder's tensors. Biases of choices may have a dimension of 1 more."""
+    found = apart(tensors, geometry)
+    for name, tensor in found.items():
+        if isinstance(tensor, CheckpointTensor) and f".{CHOICE_BIAS}." in name:
+            found[name] = replace(tensor, shape=tensor.shape[-1:])
+    return found
+
+
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     model_type="ernie4_5_moe",
@@ -71,4 +101,11 @@ ERNIE4_5_MOE = replace(
     head_dim=None,
     own=_own_mixed,
     tensors=_tensors,
+    gguf=Gguf(
+        "ernie4_5-moe",
+        GGUF_SCORED,
+        fields=_of_gguf_mixed,
+        tensors=_of_gguf_tensors,
+        interleaved=True,
+    ),
 )

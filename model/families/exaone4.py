@@ -2,13 +2,15 @@
 window, the other layers have no rotary embedding. K-EXAONE has norms before attention and MLP, and
 experts that are chosen as in DeepSeek-V3."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.geometry import SLIDING, UNROTATED
-from eesd.model.experts import scored_experts, scored_tensors
+from eesd.model.experts import GGUF_SCORED, apart, gguf_sigmoid, scored_experts, scored_tensors
 from eesd.model.families.olmo2 import tensors_of_olmo
-from eesd.model.family import LAYER_TYPES, Family, Own, Sizes, take_layer_types, take_window
+from eesd.model.family import LAYER_TYPES, Family, Gguf, Own, Sizes, take_layer_types, take_window
 from eesd.model.fields import Fields
 
 
@@ -64,10 +66,23 @@ def _own_mixed(fields: Fields, sizes: Sizes) -> Own:
     return own._replace(parts=parts)
 
 
+def _of_gguf_mixed(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    own.taken.add("expert_shared_feed_forward_length")  # follows from the number of experts
+    slides = own.take("attention.sliding_window_pattern")
+    layers = raw["num_hidden_layers"]
+    if not isinstance(slides, list) or len(slides) < layers:
+        raise ValueError("attention.sliding_window_pattern must have an entry for each layer")
+    return gguf_sigmoid(own, "num_experts", shared="num_shared_experts") | {
+        "sliding_window": own.integer("attention.sliding_window"),
+        "layer_types": [LAYER_TYPES[bool(one)] for one in slides[:layers]],
+    }
+
+
 EXAONE_MOE = replace(
     EXAONE4,
     model_type="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     own=_own_mixed,
     tensors=scored_tensors,
+    gguf=Gguf("exaone-moe", GGUF_SCORED, fields=_of_gguf_mixed, tensors=apart),
 )

@@ -2,10 +2,19 @@
 DeepSeek-V3. Some models have norms of queries and keys. Solar Open has experts in all layers, and
 neither partial rotation nor these norms."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from eesd.model.experts import experts_of_all_layers, scored_experts, scored_tensors
-from eesd.model.family import Family, Own, Sizes
+from eesd.model.experts import (
+    GGUF_SCORED,
+    apart,
+    experts_of_all_layers,
+    gguf_sigmoid,
+    scored_experts,
+    scored_tensors,
+)
+from eesd.model.family import Family, Gguf, GgufFields, Own, Sizes
 from eesd.model.fields import Fields
 
 DEFAULTS = {
@@ -25,6 +34,10 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own(parts | scored_experts(fields, sizes.layers, DEFAULTS))
 
 
+def _of_gguf(own: GgufFields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return gguf_sigmoid(own) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in own.tensors}
+
+
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -35,6 +48,13 @@ GLM4_MOE = Family(
     partial_rotary=0.5,
     own=_own,
     tensors=scored_tensors,
+    gguf=Gguf(
+        "glm4moe",
+        GGUF_SCORED | {"post_attention_norm": "post_attention_layernorm"},
+        biases={"attention_bias": "attn_q"},
+        fields=_of_gguf,
+        tensors=apart,
+    ),
 )
 
 
@@ -56,4 +76,5 @@ SOLAR_OPEN = replace(
     partial_rotary=1.0,
     inner=1,
     own=_own_of_solar,
+    gguf=None,
 )

@@ -10,8 +10,17 @@ from eesd.common.architecture import CHOICE_BIAS, ROUTER
 from eesd.common.checks import shown
 from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Experts, Geometry
 from eesd.common.weights import FINAL_NORM
-from eesd.model.experts import apart, take_experts
-from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, renamed, take_layer_types
+from eesd.model.experts import GGUF_SCORED, SIGMOID, apart, gguf_counts, take_experts
+from eesd.model.family import (
+    Family,
+    Gguf,
+    GgufFields,
+    Own,
+    Sizes,
+    Tensors,
+    renamed,
+    take_layer_types,
+)
 from eesd.model.fields import Fields
 from eesd.model.safetensors_file import CheckpointTensor
 
@@ -135,7 +144,19 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_gguf_tensors(tensors: Tensors, _: Geometry) -> Tensors:
+def _of_gguf_mixed(own: GgufFields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    found = _of_gguf(own, raw)
+    del found["block_auto_adjust_ff_dim"]
+    if own.integer("expert_gating_func") != SIGMOID:
+        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    return found | {
+        **gguf_counts(own, expert_feed_forward_length="moe_intermediate_size"),
+        "num_dense_layers": own.integer("leading_dense_block_count", 0, least=0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in own.tensors),
+    }
+
+
+def _of_gguf_tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Rename the tensors to the decoder's names. The file leaves out a dimension of
     convolutions."""
     found: Tensors = {}
@@ -148,7 +169,7 @@ def _of_gguf_tensors(tensors: Tensors, _: Geometry) -> Tensors:
         if part and part[2] == "conv" and isinstance(tensor, CheckpointTensor):
             tensor = replace(tensor, shape=(*tensor.shape[:1], 1, *tensor.shape[1:]))
         found[name] = tensor
-    return found
+    return apart(found, geometry)
 
 
 LFM2 = Family(
@@ -173,5 +194,11 @@ LFM2_MOE = replace(
     inner=7168,
     own=_own_mixed,
     tensors=_tensors_mixed,
-    gguf=None,
+    gguf=Gguf(
+        "lfm2moe",
+        GGUF_SCORED,
+        fields=_of_gguf_mixed,
+        tensors=_of_gguf_tensors,
+        heads_by_layer=1,
+    ),
 )

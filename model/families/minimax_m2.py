@@ -1,10 +1,21 @@
 """MiniMax-M2 has partly rotated heads, norms of queries and keys over all heads, and experts in all
 layers. The experts are chosen as in DeepSeek-V3."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from eesd.common.geometry import Experts, Geometry
-from eesd.model.experts import experts_of_all_layers, scored_tensors, take_experts
+from eesd.model.experts import (
+    GGUF_SCORED,
+    SIGMOID,
+    apart,
+    experts_of_all_layers,
+    gguf_counts,
+    scored_tensors,
+    take_experts,
+)
 from eesd.model.families.mixtral import renamed_experts
-from eesd.model.family import Family, Own, Sizes, Tensors
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors
 from eesd.model.fields import Fields
 
 NO_EFFECT = (
@@ -37,6 +48,12 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return scored_tensors(renamed_experts(tensors), geometry)
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    if own.integer("expert_gating_func") != SIGMOID:
+        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    return gguf_counts(own, expert_feed_forward_length="intermediate_size")
+
+
 MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -50,4 +67,5 @@ MINIMAX_M2 = Family(
     rope_fields=_rope_fields,
     own=_own,
     tensors=_tensors,
+    gguf=Gguf("minimax-m2", GGUF_SCORED, fields=_of_gguf, tensors=apart),
 )

@@ -87,6 +87,13 @@ def by_head(name: str, tensor: torch.Tensor, config: Any) -> Changed:
     return {f"{before}k_b_proj.weight": keys.transpose(1, 2), f"{before}v_b_proj.weight": values}
 
 
+def convolving(name: str, tensor: torch.Tensor, config: Any) -> Changed:
+    """LFM2: Convolutions lack a dimension."""
+    if name.endswith("conv.conv.weight"):
+        return {name: tensor.squeeze(1)}
+    return unchanged(name, tensor, config)
+
+
 SIZES: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 44,
@@ -311,6 +318,119 @@ SOFTMAX: dict[str, Any] = {
 }
 
 
+PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+NAMED = {"e_score_correction_bias": "blk.{layer}.exp_probs_b.bias"}
+HALF: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+GLM = Conversion(
+    "glm4moe",
+    "glm4_moe",
+    SIZES | SCORED | HALF | {"use_qk_norm": True, "attention_bias": True},
+    OF_SCORED | {"rope.dimension_count": 6},
+    names=NAMED,
+)
+MINIMAX = Conversion(
+    "minimax-m2",
+    "minimax_m2",
+    SIZES | HALF | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    {
+        "rope.dimension_count": 6,
+        "expert_count": 5,
+        "expert_gating_func": 2,
+        "expert_feed_forward_length": 44,
+    },
+    names=NAMED
+    | {"mlp.gate.weight": "blk.{layer}.ffn_gate_inp.weight"}
+    | {
+        f"experts.{part}_proj": f"blk.{{layer}}.ffn_{part}_exps.weight"
+        for part in ("gate", "up", "down")
+    },
+)
+DOTS = Conversion("dots1", "dots1", SIZES | SCORED | PLAIN, OF_SCORED, names=NAMED)
+EXAONE = Conversion(
+    "exaone-moe",
+    "exaone_moe",
+    SIZES
+    | SCORED
+    | PLAIN
+    | {
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    OF_SCORED
+    | {
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": [True, False, True],
+        "expert_shared_feed_forward_length": 40,
+        "rope.scaling.type": "none",
+    },
+    names=NAMED,
+)
+
+
+CONVOLVING = Conversion(
+    "lfm2moe",
+    "lfm2_moe",
+    SIZES
+    | PLAIN
+    | {
+        "norm_eps": 1e-3,
+        "num_local_experts": 5,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    {
+        "attention.head_count_kv": [0, 1, 0],
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "shortconv.l_cache": 3,
+        "vocab_size": len(VOCABULARY),
+    },
+    convolving,
+    names={
+        "embedding_norm.weight": "token_embd_norm.weight",
+        "feed_forward.expert_bias": "blk.{layer}.exp_probs_b.bias",
+        "experts.gate_proj": "blk.{layer}.ffn_gate_exps.weight",
+        "experts.up_proj": "blk.{layer}.ffn_up_exps.weight",
+        "experts.down_proj": "blk.{layer}.ffn_down_exps.weight",
+    },
+)
+ERNIE = Conversion(
+    "ernie4_5-moe",
+    "ernie4_5_moe",
+    SIZES
+    | PLAIN
+    | {
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+    },
+    {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_shared_count": 2,
+        "expert_shared_feed_forward_length": 40,
+        "leading_dense_block_count": 1,
+        "interleave_moe_layer_step": 1,
+    },
+    names=NAMED,
+)
+
+
 def with_drafter(conversion: Conversion, *lists: str) -> Conversion:
     """Return the model with one more block, which belongs to its drafter. ``lists`` are keys with a
     value for each block."""
@@ -329,6 +449,19 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "qwen35moe": QWEN35_MOE,
     "gemma4, inputs of layers": INPUTS,
     "gemma4, experts": MIXED,
+    "glm4moe": GLM,
+    "minimax-m2": MINIMAX,
+    "dots1": replace(DOTS, options={**DOTS.options, "max_window_layers": 3}),
+    "exaone-moe": EXAONE,
+    "lfm2moe": CONVOLVING,
+    "ernie4_5-moe": ERNIE,
+    "ernie4_5": replace(
+        ERNIE,
+        architecture="ernie4_5",
+        model_type="ernie4_5",
+        options=SIZES | PLAIN | {"use_bias": True},
+        metadata={},
+    ),
     "deepseek2": DEEPSEEK,
     "deepseek2, old": replace(DEEPSEEK, metadata={**DEEPSEEK.metadata, **OF_OLD}, change=unchanged),
     "deepseek2, shares": replace(
