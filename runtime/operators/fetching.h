@@ -1,4 +1,4 @@
-// Choose how products of a few rows fetch levels ahead (fetch_ahead in levels.h): a line of the next page for each block, or whole
+// Choose how products of one row fetch levels ahead (fetch_ahead in levels.h): a line of the next page for each block, or whole
 // blocks. Results have the same bits either way. The processor determines the faster way: fetching whole blocks takes 1.3 times as long on
 // a Zen 4, but 0.6 times as long on a Zen 3. So a process times its first products, with a random choice for each, and then uses the faster
 // way.

@@ -20,7 +20,6 @@ constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a bl
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_HEAD = 512;   // maximum width of a head
 constexpr int64_t MAX_WIDTH = 576;  // maximum width of a row of latent attention
-constexpr int64_t FEW_ROWS = 2;     // up to this number of rows, weights are waited for; with more, arithmetic takes longer
 
 // PLANES: 8-bit levels, whose lower halves follow after all panels. UPPER: the same bytes, but the lower halves are not read.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
@@ -109,7 +108,7 @@ struct Activations {
   const float *scales;     // [rows, inputs / 32]
   const int32_t *sums[2];  // of levels, [rows, inputs / 32 or 16]
   const float *shares[2];  // factors of minimums: sums of x, or scale times sum of levels
-  bool whole_blocks;       // whether up to FEW_ROWS rows fetch whole blocks of levels ahead (fetching.h)
+  bool whole_blocks;       // whether one row fetches whole blocks of levels ahead (fetching.h)
 };
 
 // Rows to prepare. The rows are normalized if there is a norm. Then, if requested, they are rounded to 8 bits or summed, in blocks.

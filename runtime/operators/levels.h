@@ -9,10 +9,10 @@ template <Format format> static inline const uint8_t *lower_plane(const uint8_t 
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Fetch levels ahead: whole blocks, in two steps, because the first cache has few places for lines that come from memory. For a few rows,
+// Fetch levels ahead: whole blocks, in two steps, because the first cache has few places for lines that come from memory. For one row,
 // only a line of the next page may be fetched for each block. Some processors then fetch that page automatically (fetching.h).
 template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
-  const bool whole = rows > FEW_ROWS || a.whole_blocks;
+  const bool whole = rows > 1 || a.whole_blocks;
   if (!whole) {
     fetch_second(block + PAGE);
     if (format == PLANES) fetch_second(lower + PAGE);

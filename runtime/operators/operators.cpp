@@ -195,7 +195,7 @@ class Multiply {
                    bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
     job.y = call.output<float>(0, {rows, outputs_});
     if (rows == 0) return;
-    fetching.run(levels_ && rows <= FEW_ROWS ? level_bytes_ : 0, [&](bool whole) {
+    fetching.run(levels_ && rows == 1 ? level_bytes_ : 0, [&](bool whole) {
       job.a.whole_blocks = whole;
       call.parallel(panels_, settings_.threads * (rows < MANY ? 1 : 4), [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
     });

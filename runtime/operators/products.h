@@ -1,8 +1,7 @@
 // Products of a few rows with panels of a weight. Every (row, column) has a separate sum, over the inputs in order.
 
 constexpr int64_t ROW_BYTES = 1 << 17;   // bytes of activations that stay in the cache while panels are read
-constexpr int ONE_STREAM = 5;             // up to this number of rows, a thread reads 16-bit weights of one panel at a time
-constexpr int64_t NEAR_BYTES = 1 << 14;  // with more activations than the first cache keeps beside weights, two panels share each read
+constexpr int ONE_STREAM = 5;            // up to this number of rows, a thread reads 16-bit weights of one panel at a time
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -93,12 +92,6 @@ static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], con
   if (w.format == UPPER) multiply_levels<UPPER, P, M>(w, panels, a, row, out);
 }
 
-// Whether some rows of a tile read levels of two panels at a time.
-static inline bool reads_two_levels(const Matrix &w, int64_t rows) {
-  if (EESD_PANELS < 2 || !w.has_levels()) return false;
-  return rows > FEW_ROWS || (rows > 1 && rows * w.inputs > NEAR_BYTES);
-}
-
 template <Format format, int M>
 static void multiply_two(const uint8_t *const panels[2], int count, const float *x, int64_t inputs, float *out) {
   if (count == 2 && M > (format == FLOAT32 ? 1 : ONE_STREAM) && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
@@ -119,7 +112,7 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
-  if (reads_two_levels(*w[0], M) && count == 2 && w[0]->same_kind(*w[1]))
+  if (EESD_PANELS == 2 && count == 2 && w[0]->same_kind(*w[1]))
     return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
   multiply_panels<1, M>(*w[0], at, a, row, out);
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
@@ -190,7 +183,7 @@ static void multiply(const Product &job, int64_t first_panel, int64_t last_panel
     for (const Matrix *w = job.parts; w < job.parts + (job.gating ? 1 : job.num_parts); w++) {
       const int64_t last = least(last_panel - before, w->panels());
       const int64_t first = first_panel > before ? first_panel - before : 0, half = (last - first + 1) / 2;
-      const bool halves = !job.gating && reads_two_levels(*w, least(job.rows, EESD_ROWS));
+      const bool halves = EESD_PANELS == 2 && !job.gating && job.a.levels && w->has_levels();
       const int64_t distance = job.gating ? 0 : halves ? half : 1, end = halves ? first + half : last;
       for (int64_t p = first; p < end;) {
         const int pair = job.gating || p + distance < last ? 2 : 1;

@@ -156,7 +156,7 @@ def test_sizes_have_units(given: str, size: int) -> None:
 
 def test_too_little_memory_is_refused_at_the_start(engine: Path) -> None:
     result = run(main, "--engine-dir", engine, "--port", 0, "--kv-memory", 5)
-    assert_refused(result, "kv_memory is 5 bytes, and the shortest text needs", "such as 2GiB")
+    assert_refused(result, "kv_memory is 5 bytes, but the shortest text needs", "such as 2GiB")
 
 
 def test_a_port_that_is_taken_is_one_sentence(engine: Path, tmp_path: Path) -> None:
