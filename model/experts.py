@@ -149,10 +149,15 @@ def gguf_scored(
     }
 
 
+def check_sigmoid(scores: int) -> None:
+    """Raise ValueError if a GGUF file's scores of experts are not sigmoids."""
+    if scores != SIGMOID:
+        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+
+
 def gguf_sigmoid(own: Fields, experts: str = "n_routed_experts", **more: str) -> dict[str, Any]:
     """Return the fields of :func:`gguf_scored` if the scores are sigmoids."""
-    if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
-        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    check_sigmoid(own.integer("expert_gating_func", SIGMOID))
     return gguf_scored(own, experts, **more)
 
 

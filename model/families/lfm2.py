@@ -10,7 +10,7 @@ from eesd.common.architecture import CHOICE_BIAS, ROUTER
 from eesd.common.checks import shown
 from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Experts, Geometry
 from eesd.common.weights import FINAL_NORM
-from eesd.model.experts import GGUF_SCORED, SIGMOID, apart, gguf_counts, take_experts
+from eesd.model.experts import GGUF_SCORED, apart, check_sigmoid, gguf_counts, take_experts
 from eesd.model.family import (
     Family,
     Gguf,
@@ -147,8 +147,7 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 def _of_gguf_mixed(own: GgufFields, raw: Mapping[str, Any]) -> dict[str, Any]:
     found = _of_gguf(own, raw)
     del found["block_auto_adjust_ff_dim"]
-    if own.integer("expert_gating_func") != SIGMOID:
-        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    check_sigmoid(own.integer("expert_gating_func"))
     return found | {
         **gguf_counts(own, expert_feed_forward_length="moe_intermediate_size"),
         "num_dense_layers": own.integer("leading_dense_block_count", 0, least=0),

@@ -7,8 +7,8 @@ from typing import Any
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.experts import (
     GGUF_SCORED,
-    SIGMOID,
     apart,
+    check_sigmoid,
     experts_of_all_layers,
     gguf_counts,
     scored_tensors,
@@ -49,8 +49,7 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    if own.integer("expert_gating_func") != SIGMOID:
-        raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
+    check_sigmoid(own.integer("expert_gating_func"))
     return gguf_counts(own, expert_feed_forward_length="intermediate_size")
 
 
