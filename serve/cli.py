@@ -47,7 +47,7 @@ PLAIN = (
     "Encode the text of chat messages without special tokens, so that it cannot end a "
     "turn. Fails if the chat template does not allow it."
 )
-TRITON = "Write a model for Triton Inference Server to this repository instead of serving."
+TRITON = "Instead of serving, add a model to this model repository of Triton Inference Server."
 
 
 def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
