@@ -10,8 +10,9 @@ from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.value import Price, RoundValue, most_valuable
 
-FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
-"""The first rounds verify these numbers of nodes, in order to measure their costs."""
+FIRST_SIZES = (4, 2, 1, 3)
+"""The first rounds verify these numbers of nodes, in order to measure their costs. Larger numbers
+would cost a short text more than they teach."""
 SHARPNESS = 1.25
 """If the score of one of the other candidates is higher by d, the candidate is exp(1.25 d) times as
 likely to be the verifier's token."""
@@ -83,7 +84,8 @@ class TreeBudget:
         value = self.value
         if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        return 1 + most_valuable(values[1:], partial(value.prices, 1))[0]
+        known = 2 * max(value.verify.samples)  # the costs of larger passes are only a guess
+        return 1 + most_valuable(values[1:known], partial(value.prices, 1))[0]
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""

@@ -401,6 +401,7 @@ class Round:
             if tree.root.candidates:
                 first_right = tree.root.candidates[0].token == chosen[0]
             if drafter.budget is not None:
+                expected = sum([node.rank for node in nodes])  # the root's is 1
                 labels = tree.labels(chosen)
         else:
             name = nodes[-1].source

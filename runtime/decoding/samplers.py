@@ -183,18 +183,6 @@ class SpecSampler:
             for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)
         ]
 
-    def _ranked(
-        self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector
-    ) -> list[Proposal]:
-        """Return the proposals that a device chose. A margin is a value of ``noisy`` minus the best
-        other value."""
-        others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
-        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
-        rows = zip(
-            tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True
-        )
-        return [Proposal(*row) for row in rows]
-
     def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
         """Propose the most likely tokens. Their scores are their log-probabilities."""
         columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
@@ -223,11 +211,16 @@ class _Deterministic(SpecSampler):
 
     def _chosen(self, found: Vector, count: int) -> list[Proposal]:
         """Return the proposals that a device chose. ``found`` has their columns, log-probabilities
-        and noisy scores, [3, at most count + 1]."""
+        and noisy scores, [3, at most count + 1]. A margin is a noisy score minus the best other
+        noisy score."""
         columns, logprobs, noisy = found[:, found[2] > -np.inf]
-        return self._ranked(
-            columns, logprobs, noisy if self._sampling.greedy else noisy - noisy[0], noisy
-        )[:count]
+        scores = noisy if self._sampling.greedy else noisy - noisy[0]
+        others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
+        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
+        rows = zip(
+            tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True
+        )
+        return [Proposal(*row) for row in rows][:count]
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root

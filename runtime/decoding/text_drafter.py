@@ -33,18 +33,6 @@ class Match(NamedTuple):
     length: int
 
 
-class Continuation(NamedTuple):
-    """A token that followed a match before.
-
-    Attributes:
-        token: Its id.
-        step: Length and counts of the match, for the rule.
-    """
-
-    token: int
-    step: TextStep
-
-
 class SuffixAutomaton:
     """All substrings of a text that grows at its end. The automaton takes about three words of
     memory and amortised O(1) steps per token.
@@ -132,9 +120,10 @@ class SuffixAutomaton:
                 length = length + 1
         return Match(state, length)
 
-    def continuations(self, match: Match) -> Iterator[Continuation]:
-        """Return the path after a match. It begins with the token that followed the match most
-        often. Then comes the token that followed the match and this token most often, and so on.
+    def continuations(self, match: Match) -> Iterator[tuple[int, TextStep]]:
+        """Return the path after a match: tokens, each with the length and the counts of the match
+        before it. The path begins with the token that followed the match most often. Then comes the
+        token that followed the match and this token most often, and so on.
 
         Among equally frequent tokens, the latest is chosen. If the match reaches the end of the
         text, its longest suffix that was continued elsewhere takes its place, so a repetition goes
@@ -150,15 +139,13 @@ class SuffixAutomaton:
             count = self._count
             latest = self._latest
             following = self._next[state]
-            if len(following) == 1:
-                [(token, chosen)] = following.items()
-                of = count[chosen]
-            else:
-                token, chosen = max(
-                    following.items(), key=lambda item: (count[item[1]], latest[item[1]])
-                )
-                of = sum(count[other] for other in following.values())
-            yield Continuation(token, TextStep(length, count[chosen], of))
+            token, chosen = max(
+                following.items(), key=lambda item: (count[item[1]], latest[item[1]])
+            )
+            yield (
+                token,
+                TextStep(length, count[chosen], sum([count[one] for one in following.values()])),
+            )
             state = chosen
             length = length + 1
 

@@ -20,6 +20,7 @@ from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_control
 from eesd.controllers.base import Fixed
 from eesd.controllers.calibration import features, sigmoid
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
+from eesd.runtime.decoding import drafting
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
@@ -54,7 +55,7 @@ def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudge
     """Returns a budget that has seen rounds of all sizes. Each round had the same number of tokens,
     so the budget's rate is known and v(n) is linear."""
     for number in range(rounds):
-        observe(budget, [], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
+        observe(budget, [], outcome(3, accepted, number % 12 + 1))
     return budget
 
 
@@ -135,22 +136,18 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
 def test_a_chain_gets_second_candidates(harness: Harness) -> None:
     """With the same number of drafted tokens there are fewer rounds, because some second choices
     are right."""
-    rounds = {}
-    found = {}
-    for budget in (None, TreeBudget()):
-        session = harness.session(
+    chain, budgeted = (
+        harness.session(
             PROMPTS[2],
             SAMPLINGS["T0.7"],
             make_controller("fixed:k=3"),
             budget=budget,
             new_tokens=80,
         )
-        finish(session)
-        rounds[budget] = session.stats.rounds
-        found[budget] = session.stats
-    few, many = sorted(rounds.values())
-    assert few < many and rounds[None] == many
-    assert found[None].draft_tokens == found[None].draft_steps
+        for budget in (None, TreeBudget())
+    )
+    assert len(finish(budgeted)) < len(finish(chain))
+    assert chain.stats.draft_tokens == chain.stats.draft_steps
 
 
 class Listener(Fixed):
@@ -184,6 +181,31 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
         assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
     drafter = llm.drafting.drafter
     assert drafter and drafter.budget and drafter.budget.rounds
+
+
+@pytest.mark.parametrize(
+    ("large", "backend", "tree", "has_budget"),
+    [
+        (drafting.LARGE, "ort", None, False),
+        (1, "ort", None, True),
+        (1, "ort", 0, False),
+        (1, "torch", None, False),
+    ],
+)
+def test_large_models_have_a_budget_by_default(
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    large: int,
+    backend: str,
+    tree: int | None,
+    has_budget: bool,
+) -> None:
+    """The harness's model is small, and is large only by a lower limit. Only our operators give the
+    nodes of trees the bits of chains."""
+    monkeypatch.setattr(drafting, "LARGE", large)
+    llm = load(harness.directory, backend, threads=1, speculation=Speculation(tree=tree))
+    assert llm.drafting.drafter
+    assert (llm.drafting.drafter.budget is not None) == has_budget
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
@@ -227,11 +249,9 @@ def test_the_size_has_the_best_value_of_all_sizes() -> None:
     assert len(sizes) > 5
 
 
-def test_the_first_sizes_differ() -> None:
+def test_the_first_rounds_verify_the_first_sizes() -> None:
     budget = TreeBudget()
-    sizes = []
-    for _ in FIRST_SIZES:
-        sizes.append(budget.size([0.5] * 12))
-        observe(budget, [], outcome(3, 1, sizes[-1]))
-    assert sizes == list(FIRST_SIZES)
+    for size in FIRST_SIZES:
+        assert budget.size([0.5] * 12) == size
+        observe(budget, [], outcome(3, 1, size))
     assert budget.size([0.5] * 2) <= 2

@@ -3,6 +3,7 @@ sentence."""
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from eesd.common.errors import EESDError
 from eesd.controllers import TextStep
-from eesd.runtime.decoding.text_drafter import Continuation, Match, SuffixAutomaton
+from eesd.runtime.decoding.text_drafter import Match, SuffixAutomaton
 from eesd.runtime.text import HALF, TextCodec, TextStream
 
 pytestmark = pytest.mark.fast
@@ -431,9 +432,9 @@ def ends(text: Text, part: Text) -> list[int]:
     return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]
 
 
-def searched(text: Text, part: Text, most: int) -> list[Continuation]:
+def searched(text: Text, part: Text, most: int) -> list[tuple[int, TextStep]]:
     """Returns the continuation after ``part``, computed directly from the definition."""
-    path: list[Continuation] = []
+    path: list[tuple[int, TextStep]] = []
     while len(path) < most:
         while part and ends(text, part) == [len(text)]:
             part = part[1:]
@@ -441,7 +442,7 @@ def searched(text: Text, part: Text, most: int) -> list[Continuation]:
         if not followed:
             break
         token = max(followed, key=lambda one: (followed.count(one), ends(text, (*part, one))[-1]))
-        path.append(Continuation(token, TextStep(len(part), followed.count(token), len(followed))))
+        path.append((token, TextStep(len(part), followed.count(token), len(followed))))
         part = (*part, token)
     return path
 
@@ -486,8 +487,6 @@ def test_a_token_costs_a_bounded_number_of_states(period: int) -> None:
     """There are at most two states per token. A repetition is continued without end."""
     automaton = made([i % period for i in range(2000)])
     assert len(automaton._next) <= 2 * 2000
-    path = [
-        step.token
-        for _, step in zip(range(3000), automaton.continuations(automaton.repeated()), strict=False)
-    ]
+    continuations = islice(automaton.continuations(automaton.repeated()), 3000)
+    path = [token for token, _ in continuations]
     assert path == [(2000 + i) % period for i in range(3000)]
