@@ -165,8 +165,9 @@ def add_exit_head(
     if engines.draft is None:
         return drafting
     budget = TreeBudget(prior, value) if tree else None
-    width = max(tree, 1)
-    return replace(drafting, drafter=Drafter(engines.draft, controller, width, budget, columns))
+    return replace(
+        drafting, drafter=Drafter(engines.draft, controller, max(tree, 1), budget, columns)
+    )
 
 
 def add_text(drafting: Drafting, *_: object) -> Drafting:

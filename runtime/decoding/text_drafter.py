@@ -139,14 +139,13 @@ class SuffixAutomaton:
             count = self._count
             latest = self._latest
             following = self._next[state]
-            token, chosen = max(
+            token, state = max(
                 following.items(), key=lambda item: (count[item[1]], latest[item[1]])
             )
             yield (
                 token,
-                TextStep(length, count[chosen], sum([count[one] for one in following.values()])),
+                TextStep(length, count[state], sum([count[one] for one in following.values()])),
             )
-            state = chosen
             length = length + 1
 
 

@@ -25,7 +25,11 @@ def _start(module: str) -> None:
         if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
-    except KeyboardInterrupt:  # Ctrl-C again, while the first was reported
+    except (KeyboardInterrupt, SystemError) as error:
+        # Ctrl-C again, while the first was reported; or Ctrl-C in an extension module that returned
+        # without reporting it, which Python turns into a SystemError.
+        if not isinstance(error.__cause__ or error, KeyboardInterrupt):
+            raise
         sys.exit(130)
     finally:
         if interruptible:

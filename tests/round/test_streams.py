@@ -202,17 +202,28 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> Non
         assert process.stderr.read().strip() == ""
 
 
-def test_an_interrupt_while_one_is_handled() -> None:
-    code = (  # tests that run in the background inherit that Ctrl-C is ignored
+@pytest.mark.parametrize(
+    ("raised", "replaced", "code"),
+    [
+        ("KeyboardInterrupt", "cli.main = sys.exit", -signal.SIGINT),
+        # what Python raises if an extension module ignores an interrupt
+        ("SystemError from KeyboardInterrupt()", "cli.main", 130),
+    ],
+    ids=["handled", "ignored"],
+)
+def test_an_interrupt_while_one_is_handled_or_ignored(
+    raised: str, replaced: str, code: int
+) -> None:
+    program = (  # tests that run in the background inherit that Ctrl-C is ignored
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from eesd import commands\nimport eesd.runtime.cli as cli\n"
-        "def interrupted(*_):\n raise KeyboardInterrupt\n"
-        "cli.main = sys.exit = interrupted\ncommands.run()"
+        f"def interrupted(*_):\n raise {raised}\n"
+        f"{replaced} = interrupted\ncommands.run()"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert process.returncode == -signal.SIGINT and process.stderr == ""
+    assert process.returncode == code and process.stderr == ""
 
 
 def test_a_storm_of_interrupts(engine: Path) -> None:
@@ -223,8 +234,6 @@ def test_a_storm_of_interrupts(engine: Path) -> None:
             sys.executable,
             "-c",
             "from eesd import commands; print('here', flush=True); commands.run()",
-        ]
-        line += [
             "--engine-dir",
             str(engine),
             "-p",
