@@ -10,9 +10,9 @@ from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.value import Price, RoundValue, most_valuable
 
-FIRST_SIZES = (4, 2, 1, 3)
-"""The first rounds verify these numbers of nodes, in order to measure their costs. Larger numbers
-would cost a short text more than they teach."""
+FIRST_NODES = 4
+"""Maximum number of nodes of a pass before any pass is measured. Later the maximum is twice the
+largest measured number, because the costs of larger passes are only a guess."""
 SHARPNESS = 1.25
 """If the score of one of the other candidates is higher by d, the candidate is exp(1.25 d) times as
 likely to be the verifier's token."""
@@ -82,9 +82,9 @@ class TreeBudget:
         if price is not None:
             return most_valuable(values, price)[0]
         value = self.value
-        if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
-            return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        known = 2 * max(value.verify.samples)  # the costs of larger passes are only a guess
+        if not value.verify.table:
+            return min(FIRST_NODES, len(values))
+        known = max(FIRST_NODES, 2 * max(value.verify.samples))
         return 1 + most_valuable(values[1:known], partial(value.prices, 1))[0]
 
     def observe(self, outcome: RoundOutcome) -> None:

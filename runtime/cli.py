@@ -66,10 +66,8 @@ drafting_options = cli.options(
     click.option(
         "--tree",
         type=int,
-        help=(
-            "Number of nodes in a level of the draft tree. 0 drafts a chain.  [default: 1 for "
-            "large models on a CPU, else 0]"
-        ),
+        default=0,
+        help="Number of nodes in a level of the draft tree. 0 drafts a chain.",
     ),
     click.option(
         "--no-draft", is_flag=True, help="Decode plainly, without loading the draft engine."

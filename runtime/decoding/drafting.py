@@ -23,10 +23,6 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Engine
 
-LARGE = 2**25
-"""Layers times the square of the hidden size, from which second candidates pay (decision 0145). In
-a smaller model they cost as much time on the host as they save."""
-
 
 @dataclass(frozen=True)
 class Drafter:
@@ -106,8 +102,7 @@ class Speculation:
             :func:`eesd.controllers.make_controller`.
         tree: Number of nodes per level of the draft tree. A budget leaves out candidates that are
             not worth their place in the verify pass. With 1, the draft is a chain with second
-            candidates. With 0, it is a chain without a budget. If it is None, it is 1 for a model
-            of at least ``LARGE`` on a CPU with this project's operators, and 0 otherwise.
+            candidates. With 0, it is a chain without a budget.
         guard: Whether to pause a drafter while it is slower than plain decoding.
         seed: Seed of the controller's random generator.
         drafter: ``exit`` drafts with the exit head. ``text`` drafts from repetitions in the text;
@@ -119,15 +114,14 @@ class Speculation:
     """
 
     controller: str = "cost-aware-ts"
-    tree: int | None = None
+    tree: int = 0
     guard: bool = True
     seed: int = 0
     drafter: str = "both"
 
     def __post_init__(self) -> None:
         check_type("controller", self.controller, str, "a name such as fixed:k=4")
-        if self.tree is not None:
-            check_integer("tree", self.tree, 0, MAX_TREE_NODES)
+        check_integer("tree", self.tree, 0, MAX_TREE_NODES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_flag("guard", self.guard)
         check_choice("drafter", self.drafter, DRAFTERS)
@@ -153,21 +147,16 @@ def add_exit_head(
     if not manifest.exit_head.can_draft:
         return drafting
     widest = min(manifest.draft_top_k, manifest.max_tree_nodes)
-    tree = speculation.tree
-    if tree is None:
-        size = manifest.geometry.hidden_size**2 * manifest.geometry.num_layers
-        tree = int(engines.exact_trees and size >= LARGE)
-    if tree > widest:
-        raise EESDError(f"tree is {tree}; this engine allows 0 to {widest}.")
+    if speculation.tree > widest:
+        raise EESDError(f"tree is {speculation.tree}; this engine allows 0 to {widest}.")
     prior = manifest.exit_head.calibration
     value = drafting.value
     controller = make_controller(speculation.controller, speculation.seed, prior, value)
     if engines.draft is None:
         return drafting
-    budget = TreeBudget(prior, value) if tree else None
-    return replace(
-        drafting, drafter=Drafter(engines.draft, controller, max(tree, 1), budget, columns)
-    )
+    budget = TreeBudget(prior, value) if speculation.tree else None
+    width = max(speculation.tree, 1)
+    return replace(drafting, drafter=Drafter(engines.draft, controller, width, budget, columns))
 
 
 def add_text(drafting: Drafting, *_: object) -> Drafting:

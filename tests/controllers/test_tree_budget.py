@@ -19,8 +19,7 @@ from support.lossless_checks import (
 from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_controller
 from eesd.controllers.base import Fixed
 from eesd.controllers.calibration import features, sigmoid
-from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
-from eesd.runtime.decoding import drafting
+from eesd.controllers.tree_budget import COVERED, FIRST_NODES, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
@@ -183,31 +182,6 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
     assert drafter and drafter.budget and drafter.budget.rounds
 
 
-@pytest.mark.parametrize(
-    ("large", "backend", "tree", "has_budget"),
-    [
-        (drafting.LARGE, "ort", None, False),
-        (1, "ort", None, True),
-        (1, "ort", 0, False),
-        (1, "torch", None, False),
-    ],
-)
-def test_large_models_have_a_budget_by_default(
-    harness: Harness,
-    monkeypatch: pytest.MonkeyPatch,
-    large: int,
-    backend: str,
-    tree: int | None,
-    has_budget: bool,
-) -> None:
-    """The harness's model is small, and is large only by a lower limit. Only our operators give the
-    nodes of trees the bits of chains."""
-    monkeypatch.setattr(drafting, "LARGE", large)
-    llm = load(harness.directory, backend, threads=1, speculation=Speculation(tree=tree))
-    assert llm.drafting.drafter
-    assert (llm.drafting.drafter.budget is not None) == has_budget
-
-
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
     """The first choice has the calibrated chance. The other choices share the remaining probability
     by their scores, in order."""
@@ -249,9 +223,9 @@ def test_the_size_has_the_best_value_of_all_sizes() -> None:
     assert len(sizes) > 5
 
 
-def test_the_first_rounds_verify_the_first_sizes() -> None:
+def test_sizes_stay_near_those_that_were_measured() -> None:
     budget = TreeBudget()
-    for size in FIRST_SIZES:
-        assert budget.size([0.5] * 12) == size
-        observe(budget, [], outcome(3, 1, size))
-    assert budget.size([0.5] * 2) <= 2
+    assert budget.size([0.9] * 12) == FIRST_NODES
+    observe(budget, [], outcome(3, 1, 5))
+    assert budget.size([0.9] * 12) == 10
+    assert budget.size([0.9] * 2) == 2

@@ -35,7 +35,8 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
 
         return Contestant(open_with(Path(path), "ort", mode, threads, "int8"))
     # Prompts are repeated, and text from an earlier run of a prompt must not be copied.
-    speculation = Speculation() if mode == "drafting" else None
+    # A single text of a large model gains from second candidates (docs/controllers.md).
+    speculation = Speculation(tree=1) if mode == "drafting" else None
     return Contestant(
         eesd.load(path, threads=threads, generation_config="none", speculation=speculation)
     )
