@@ -36,9 +36,6 @@ the worth of the text's proposal."""
 SIZES = np.array([1, 2, 4, 8, 16, 32])
 """The numbers of tokens that may be verified. An engine prepares each size once, which takes time
 on a CPU. Allowing all sizes would gain only 0.4 %."""
-FIRST_NODES = 4
-"""Maximum number of nodes of a pass before any pass is measured. Later the maximum is twice the
-largest measured number, because the costs of larger passes are only a guess."""
 SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
 """The numbers of nodes that a pass with a draft may have. All small numbers are allowed, because
 engines prepare calls of these sizes for drafts anyway."""
@@ -203,7 +200,7 @@ class TextRule:
             right: Chance that they are right.
             sizes: Numbers of nodes that the pass may have.
         """
-        known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes
+        known = self.value.verify.known - nodes
         return most_valuable(
             [right * value for value in values[: max(known, 0)]],
             partial(self.value.prices, nodes),

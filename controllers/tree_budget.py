@@ -10,9 +10,6 @@ from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.value import Price, RoundValue, most_valuable
 
-FIRST_NODES = 4
-"""Maximum number of nodes of a pass before any pass is measured. Later the maximum is twice the
-largest measured number, because the costs of larger passes are only a guess."""
 SHARPNESS = 1.25
 """If the score of one of the other candidates is higher by d, the candidate is exp(1.25 d) times as
 likely to be the verifier's token."""
@@ -81,11 +78,10 @@ class TreeBudget:
         """
         if price is not None:
             return most_valuable(values, price)[0]
-        value = self.value
-        if not value.verify.table:
-            return min(FIRST_NODES, len(values))
-        known = max(FIRST_NODES, 2 * max(value.verify.samples))
-        return 1 + most_valuable(values[1:known], partial(value.prices, 1))[0]
+        values = values[: self.value.verify.known]
+        if not self.value.verify.table:
+            return len(values)
+        return 1 + most_valuable(values[1:], partial(self.value.prices, 1))[0]
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""

@@ -28,6 +28,8 @@ FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
 """A count's first sample counts as at most this multiple of the cost that the curve expects."""
+FIRST_COUNTS = 4
+"""Counts up to this number are used before any count is measured."""
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
@@ -88,6 +90,12 @@ class CostCurve:
         if not self.table:
             self.fit()
         return self.seconds(count)
+
+    @property
+    def known(self) -> int:
+        """The largest count to use: twice the largest measured count, or ``FIRST_COUNTS``. The
+        costs of larger counts are only a guess."""
+        return max(FIRST_COUNTS, 2 * max(self.samples, default=0))
 
     def fit(self) -> None:
         """Compute the table from the samples."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eesd.controllers import RoundOutcome, TextStep
-from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRule, combined
+from eesd.controllers.text_rule import FIRST_DRAFTS, SIZES, TextRule, combined
 
 pytestmark = pytest.mark.fast
 
@@ -76,7 +76,7 @@ def test_labels_need_no_verified_nodes() -> None:
     right = taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9
     values = [right.chance(STEP) ** n for n in range(1, 11)]
-    assert right.count(values, drafts=False) == FIRST_NODES, "no further than costs can be guessed"
+    assert right.count(values, drafts=False) == 4, "no further than costs can be guessed"
 
 
 def test_the_count_has_the_best_value() -> None:

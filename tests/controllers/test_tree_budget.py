@@ -19,7 +19,7 @@ from support.lossless_checks import (
 from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_controller
 from eesd.controllers.base import Fixed
 from eesd.controllers.calibration import features, sigmoid
-from eesd.controllers.tree_budget import COVERED, FIRST_NODES, TreeBudget
+from eesd.controllers.tree_budget import COVERED, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
@@ -225,7 +225,7 @@ def test_the_size_has_the_best_value_of_all_sizes() -> None:
 
 def test_sizes_stay_near_those_that_were_measured() -> None:
     budget = TreeBudget()
-    assert budget.size([0.9] * 12) == FIRST_NODES
+    assert budget.size([0.9] * 12) == budget.value.verify.known == 4
     observe(budget, [], outcome(3, 1, 5))
     assert budget.size([0.9] * 12) == 10
     assert budget.size([0.9] * 2) == 2
