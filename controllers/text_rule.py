@@ -200,9 +200,8 @@ class TextRule:
             right: Chance that they are right.
             sizes: Numbers of nodes that the pass may have.
         """
-        known = self.value.verify.known - nodes
         return most_valuable(
-            [right * value for value in values[: max(known, 0)]],
+            [right * value for value in values[: max(self.value.verify.known - nodes, 0)]],
             partial(self.value.prices, nodes),
             sizes[sizes > nodes] - nodes,
         )

@@ -39,7 +39,6 @@ class TreeBudget:
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
-        self.rounds = 0
 
     def begin_request(self) -> None:
         """Begin another request."""
@@ -97,4 +96,3 @@ class TreeBudget:
                     COVERED[1] + (self.missed - COVERED[1]) * DISCOUNT + (label.chosen is None)
                 )
         self.accept.advance()
-        self.rounds += 1

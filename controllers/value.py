@@ -29,7 +29,7 @@ FORGOTTEN = 1e-3
 FIRST_SAMPLE = 2.0
 """A count's first sample counts as at most this multiple of the cost that the curve expects."""
 FIRST_COUNTS = 4
-"""Counts up to this number are used before any count is measured."""
+"""Counts up to this number may be used before any count is measured."""
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998

@@ -150,7 +150,7 @@ def gguf_scored(
 
 
 def check_sigmoid(scores: int) -> None:
-    """Raise ValueError if a GGUF file's scores of experts are not sigmoids."""
+    """Raise ValueError unless a GGUF file scores its experts by sigmoids."""
     if scores != SIGMOID:
         raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
 

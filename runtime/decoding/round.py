@@ -397,10 +397,11 @@ class Round:
         labels: Sequence[SiblingLabel] = ()
         if drafter is not None and tree.steps:
             name = drafter.name
-            expected = drafter.controller.expected_tokens(depth)
             if tree.root.candidates:
                 first_right = tree.root.candidates[0].token == chosen[0]
-            if drafter.budget is not None:
+            if drafter.budget is None:
+                expected = drafter.controller.expected_tokens(depth)
+            else:
                 expected = sum([node.rank for node in nodes])  # the root's is 1
                 labels = tree.labels(chosen)
         else:

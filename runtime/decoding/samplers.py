@@ -175,19 +175,24 @@ class SpecSampler:
         return warp(adjusted, self._sampling)
 
     def _proposals(
-        self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]
+        self,
+        columns: Sequence[int] | NDArray[np.int64],
+        logprobs: Vector,
+        scores: Sequence[float],
+        margins: Sequence[float],
     ) -> list[Proposal]:
+        """Return the proposals of columns with these log-probabilities, scores and margins."""
         tokens = self._columns.tokens(columns).tolist()
         return [
             Proposal(*values)
-            for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)
+            for values in zip(tokens, logprobs.tolist(), scores, margins, strict=True)
         ]
 
     def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
         """Propose the most likely tokens. Their scores are their log-probabilities."""
         columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
         return self._proposals(
-            columns, logprobs, logprobs[columns].tolist(), _margins(logprobs, columns)
+            columns, logprobs[columns], logprobs[columns].tolist(), _margins(logprobs, columns)
         )
 
     def _position(self, node: Node) -> int:
@@ -216,11 +221,8 @@ class _Deterministic(SpecSampler):
         columns, logprobs, noisy = found[:, found[2] > -np.inf]
         scores = noisy if self._sampling.greedy else noisy - noisy[0]
         others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
-        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
-        rows = zip(
-            tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True
-        )
-        return [Proposal(*row) for row in rows][:count]
+        margins = (noisy - others).tolist()
+        return self._proposals(columns.astype(np.int64), logprobs, scores.tolist(), margins)[:count]
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
@@ -298,7 +300,7 @@ class Coupled(_Deterministic):
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
         return self._proposals(
-            columns[best].tolist(), logprobs, scores.tolist(), _margins(noisy, best)
+            columns[best], logprobs[columns[best]], scores.tolist(), _margins(noisy, best)
         )
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
@@ -327,7 +329,7 @@ class Rejection(SpecSampler):
         self._sampled[node] = q = np.exp(logprobs)
         column = self._draw(q)
         return self._proposals(
-            [column], logprobs, [float(logprobs[column])], _margins(logprobs, [column])
+            [column], logprobs[[column]], [float(logprobs[column])], _margins(logprobs, [column])
         )
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:

@@ -139,13 +139,15 @@ class SuffixAutomaton:
             count = self._count
             latest = self._latest
             following = self._next[state]
-            token, state = max(
-                following.items(), key=lambda item: (count[item[1]], latest[item[1]])
-            )
-            yield (
-                token,
-                TextStep(length, count[state], sum([count[one] for one in following.values()])),
-            )
+            if len(following) == 1:
+                [(token, state)] = following.items()
+                total = count[state]
+            else:
+                token, state = max(
+                    following.items(), key=lambda item: (count[item[1]], latest[item[1]])
+                )
+                total = sum(count[other] for other in following.values())
+            yield token, TextStep(length, count[state], total)
             length = length + 1
 
 

@@ -26,8 +26,8 @@ def _start(module: str) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (KeyboardInterrupt, SystemError) as error:
-        # Ctrl-C again, while the first was reported; or Ctrl-C in an extension module that returned
-        # without reporting it, which Python turns into a SystemError.
+        # Ctrl-C came again while the first was reported, or an extension module ignored it. In the
+        # second case Python raises a SystemError.
         if not isinstance(error.__cause__ or error, KeyboardInterrupt):
             raise
         sys.exit(130)

@@ -182,7 +182,7 @@ def test_a_tree_is_drafted_for_a_request_alone_in_a_service(model: LLM) -> None:
     service = Service(model.with_speculation(SHAPES["tree"]), BatchOptions(max_rows=3))
     stats = service.generate(model.request(PROMPT, max_new_tokens=8, ignore_eos=True)).stats
     service.close()
-    assert stats.draft_tokens != stats.draft_steps, "a chain verifies a token for each step"
+    assert stats.draft_tokens > stats.draft_steps
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(model: LLM) -> None:

@@ -136,12 +136,12 @@ def test_a_budget_learns_nothing_from_a_failing_round(
             budget=budget,
         )
         while session.finish_reason is None:
-            before = deepcopy(vars(budget.accept)), budget.covered, budget.missed, budget.rounds
+            before = deepcopy(vars(budget.accept)), budget.covered, budget.missed
             try:
                 session.step()
             except KeyboardInterrupt:
                 failed = True
-                assert (vars(budget.accept), budget.covered, budget.missed, budget.rounds) == before
+                assert (vars(budget.accept), budget.covered, budget.missed) == before
         assert failed and session.tokens[len(PROMPT) :] == expected
 
 
