@@ -6,7 +6,6 @@ Fields of the dataclasses are keys of the file. Some key names are older than th
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -25,7 +24,7 @@ def describe_machine() -> dict[str, str]:
     kernels of the CPU engine, the GPU, the memory, the system, and the versions of libraries."""
     facts = machine_report.describe()
     return {
-        "CPU": _cpu_model(),
+        "CPU": machine_report.processor_name(),
         "cores": f"{machine.cores()} cores ({', '.join(machine_report.cpu_features())})",
         "kernels": "ONNX Runtime's" if operators.missing() else operators.fastest(),
         "memory": facts["memory"],
@@ -46,14 +45,6 @@ def shown_machine(facts: dict[str, str]) -> str:
         f"{kernels}"
     )
     return where[:1].upper() + where[1:]
-
-
-def _cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def describe() -> dict[str, str]:
         providers = f"onnxruntime cannot be loaded: {error}"
     return {
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "processor": _describe_processor(),
+        "processor": ", ".join([processor_name(), f"{os.cpu_count()} cores", *cpu_features()]),
         "memory": _memory(),
         "GPU": _gpu(),
         "onnxruntime providers": providers,
@@ -47,12 +47,12 @@ def _processor() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in named}
 
 
-def _describe_processor() -> str:
-    """Cores, family, model and vector extensions. docs/decisions/0120 has a table by family and
-    model."""
-    found = _processor()
-    kinds = [f"{name} {found[name]}" for name in ("cpu family", "model") if name in found]
-    return ", ".join([f"{os.cpu_count()} cores", *kinds, *cpu_features()])
+def processor_name() -> str:
+    """The processor's name, and on Linux its family and model. docs/decisions/0120 has measurements
+    by family and model."""
+    found = {"model name": platform.processor() or "unknown processor"} | _processor()
+    kinds = [f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return ", ".join([found["model name"], *kinds])
 
 
 def _memory() -> str:
