@@ -304,8 +304,9 @@ class Coupled(_Deterministic):
         )
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
-        logprobs = warp(self._adjusted(outputs.logits[node.index], node), self._sampling)
-        tokens, noisy = self._noise.best(logprobs, self._position(node), 1)
+        adjusted = self._adjusted(outputs.logits[node.index], node)
+        scores = warp(adjusted, self._sampling, normalized=False)
+        tokens, noisy = self._noise.best(scores, self._position(node), 1)
         return int(tokens[noisy.argmax()])
 
 

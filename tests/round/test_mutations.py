@@ -328,9 +328,9 @@ def test_a_mistake_with_text_is_caught(
         )
 
 
-def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
+def filters_first(logits: Logits, options: Sampling, normalized: bool = True) -> sampling.Vector:
     """A mistake that applies the temperature after top-k, top-p and min-p."""
-    kept = sampling.warp(logits, replace(options, temperature=1.0))
+    kept = sampling.warp(logits, replace(options, temperature=1.0), normalized)
     return sampling.normalize(kept / options.temperature)
 
 
