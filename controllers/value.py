@@ -29,7 +29,7 @@ FORGOTTEN = 1e-3
 FIRST_SAMPLE = 2.0
 """A count's first sample counts as at most this multiple of the cost that the curve expects."""
 FIRST_COUNTS = 4
-"""Counts up to this number may be used before any count is measured."""
+"""The largest count that may be used before any cost is measured."""
 LONGEST = 32
 """Minimum number of counts that a table covers."""
 DISCOUNT = 0.998
@@ -93,8 +93,8 @@ class CostCurve:
 
     @property
     def known(self) -> int:
-        """The largest count to use: twice the largest measured count, or ``FIRST_COUNTS``. The
-        costs of larger counts are only a guess."""
+        """The largest count to use. It is twice the largest measured count, and at least
+        ``FIRST_COUNTS``, because the costs of larger counts are only a guess."""
         return max(FIRST_COUNTS, 2 * max(self.samples, default=0))
 
     def fit(self) -> None:

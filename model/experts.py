@@ -150,7 +150,7 @@ def gguf_scored(
 
 
 def check_sigmoid(scores: int) -> None:
-    """Raise ValueError unless a GGUF file scores its experts by sigmoids."""
+    """Raise ValueError unless a GGUF file scores experts with the sigmoid function."""
     if scores != SIGMOID:
         raise ValueError("expert_gating_func must be 2, which stands for sigmoids")
 

@@ -181,7 +181,7 @@ class SpecSampler:
         scores: Sequence[float],
         margins: Sequence[float],
     ) -> list[Proposal]:
-        """Return the proposals of columns with these log-probabilities, scores and margins."""
+        """Return one proposal for each column. The other arguments have a value for each column."""
         tokens = self._columns.tokens(columns).tolist()
         return [
             Proposal(*values)
@@ -304,8 +304,8 @@ class Coupled(_Deterministic):
         )
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
-        adjusted = self._adjusted(outputs.logits[node.index], node)
-        scores = warp(adjusted, self._sampling, normalized=False)
+        logits = self._adjusted(outputs.logits[node.index], node)
+        scores = warp(logits, self._sampling, normalized=False)  # the best is the same
         tokens, noisy = self._noise.best(scores, self._position(node), 1)
         return int(tokens[noisy.argmax()])
 

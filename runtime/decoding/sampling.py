@@ -169,8 +169,8 @@ def warp(logits: Logits, sampling: Sampling, normalized: bool = True) -> Vector:
     min-p. They are -inf for tokens that a filter removed.
 
     The filters have the same order as in ``transformers``. Each filter works on the tokens that the
-    previous filter kept. If ``normalized`` is false, the log-probabilities lack a constant, and
-    take less time for a large vocabulary.
+    previous filter kept, after their probabilities are renormalised. If ``normalized`` is false,
+    the same number is missing from all results. This saves time if only their order counts.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -290,7 +290,7 @@ class GumbelNoise:
     def _bits(self, position: int) -> tuple[NDArray[np.uint64], float]:
         kept = self._kept.get(position)
         if kept is None:
-            if len(self._kept) >= 16:  # few rounds have more positions; each takes 8 bytes a token
+            if len(self._kept) >= 16:  # enough for most rounds; each position takes 8 V bytes
                 self._kept.pop(next(iter(self._kept)))
             bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(
                 self._size

@@ -206,7 +206,7 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> Non
     ("raised", "replaced", "code"),
     [
         ("KeyboardInterrupt", "cli.main = sys.exit", -signal.SIGINT),
-        # what Python raises if an extension module ignores an interrupt
+        # Python raises this error if an extension module ignores an interrupt.
         ("SystemError from KeyboardInterrupt()", "cli.main", 130),
     ],
     ids=["handled", "ignored"],
